@@ -1,0 +1,111 @@
+"""Which kernel computes a visit. Backends are modules of one shape:
+
+    name                                                      the name a user gives
+    unavailable(device, dtype, head_dim, deterministic)       -> why it cannot run that here, or None
+    forward(q, k, v, intervals, *, softmax_scale, state, lse, out, first)
+    backward(dout, q, k, v, lse, delta, intervals, *, softmax_scale, dq, dk, dv, accumulate_dq, accumulate_dkv, deterministic)
+    delta(dout, out, dlse=None)
+    warmup(dtype, head_dim, device, ...)                      compile what a run will need, before the first collective
+
+`reference.py` is their specification. A kernel that was asked for by name runs or raises; nothing falls back.
+"""
+from __future__ import annotations
+
+import logging
+from importlib import import_module
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .intervals import Intervals, accumulate_dtype, transpose
+
+__all__ = ["Backend", "Intervals", "KERNELS", "accumulate_dtype", "select", "transpose", "unavailable"]
+
+_log = logging.getLogger("ringflash")
+_logged: set[tuple] = set()
+
+# Fastest first. None: known by name, module not written yet.
+_MODULES: dict[str, str | None] = {"hopper": None, "triton": "triton_backend", "cpu": "cpu", "reference": "reference"}
+# What "auto" may choose from, per kind of device. `reference` is dense: on CPU only for what `cpu` does not take (float64).
+_AUTO = {"cuda": ("hopper", "triton"), "cpu": ("cpu", "reference")}
+
+KERNELS = ("auto", *_MODULES)
+
+
+class Backend(Protocol):
+    """What `select` returns: a module (shapes and semantics in reference.py)."""
+
+    name: str
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, *, softmax_scale: float,
+        state: Tensor | None, lse: Tensor, out: Tensor | None, first: bool,
+    ) -> None: ...
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, intervals: Intervals, *,
+        softmax_scale: float, dq: Tensor, dk: Tensor, dv: Tensor, accumulate_dq: bool, accumulate_dkv: bool, deterministic: bool,
+    ) -> None: ...
+
+    def delta(self, dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor: ...
+
+
+def select(
+    kernel: str, *, device: torch.device | str, dtype: torch.dtype, head_dim: int, deterministic: bool = False
+) -> Backend:
+    """The backend called `kernel`, or for "auto" the fastest that can run here (its choice is logged once).
+
+    Raises ValueError for an unknown name, RuntimeError for a known one that cannot run on this device, dtype or head_dim.
+    """
+    device = torch.device(device)
+    if kernel not in KERNELS:
+        raise ValueError(f"kernel={kernel!r}: unknown; valid: {', '.join(KERNELS)}")
+    if kernel != "auto":
+        reason = unavailable(kernel, device=device, dtype=dtype, head_dim=head_dim, deterministic=deterministic)
+        if reason is not None:
+            raise RuntimeError(f"kernel={kernel!r} is not available for {_request(device, dtype, head_dim)}: {reason}")
+        return _load(kernel)
+    reasons = []
+    for name in _AUTO.get(device.type, ()):
+        reason = unavailable(name, device=device, dtype=dtype, head_dim=head_dim, deterministic=deterministic)
+        if reason is None:
+            _log_choice(name, device, dtype, head_dim, reasons)
+            return _load(name)
+        reasons.append(f"{name}: {reason}")
+    why = "; ".join(reasons) or f"no kernel is chosen by itself on {device.type} devices"
+    raise RuntimeError(f"kernel='auto': none is available for {_request(device, dtype, head_dim)}: {why}. "
+                       "kernel='reference' takes any floating dtype on any device (dense: small lengths only)")
+
+
+def unavailable(
+    kernel: str, *, device: torch.device | str, dtype: torch.dtype, head_dim: int, deterministic: bool = False
+) -> str | None:
+    """Why the kernel of that name (not "auto") cannot run here, or None. Never raises for a known name."""
+    module = _MODULES[kernel]
+    if module is None:
+        return "not built yet"
+    try:
+        backend = _load(kernel)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "triton":
+            raise
+        return "the triton package is not installed (pip install 'ringflash[triton]')"
+    return backend.unavailable(torch.device(device), dtype, head_dim, deterministic)
+
+
+def _load(kernel: str) -> Backend:
+    # Imported when chosen: triton must not be needed, nor its interpreter switch read, by who never uses it.
+    return import_module(f".{_MODULES[kernel]}", __package__)
+
+
+def _request(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    return f"{str(dtype).removeprefix('torch.')}, head_dim {head_dim}, on {device.type}"
+
+
+def _log_choice(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, reasons: list[str]) -> None:
+    key = (name, device.type, dtype, head_dim)
+    if key not in _logged:
+        _logged.add(key)
+        because = f" ({'; '.join(reasons)})" if reasons else ""
+        _log.info("kernel='auto' chose %r for %s%s", name, _request(device, dtype, head_dim), because)
