@@ -1,0 +1,300 @@
+"""The configuration of a run: one dataclass per group of `configs/`, and every rule that spans more than one value.
+
+Plain dataclasses: no hydra, no omegaconf, no torch. `launch/` registers `Config` as Hydra's schema, so a misspelt key or a wrong
+type fails while composing; `validate` holds the rest and names the dotted key, its value, the rule and the nearest valid values.
+"""
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, List, Optional, get_type_hints  # noqa: UP035 - omegaconf 2.3 reads these forms on every Python
+
+LAYOUTS = ("contiguous", "zigzag", "striped")
+KERNELS = ("auto", "hopper", "triton", "cpu", "reference")
+EXCHANGES = ("auto", "nccl", "gloo")
+OPTIMIZERS = ("adamw", "sgd")
+DTYPES = ("auto", "fp32", "bf16")
+DEVICES = ("auto", "cpu", "cuda")
+SOURCES = ("stdlib", "bytes")
+# What exists as a name and is still to be built: refused by name, so that nobody takes a typo for a missing feature.
+LATER = {"attention.layout": ("balanced", "auto"), "attention.exchange": ("copy",), "train.dtype": ("fp16",)}
+MAX_HEAD_DIM = 256
+
+
+@dataclass
+class ModelConfig:
+    """A Llama-style decoder (RMSNorm, RoPE, GQA, SwiGLU)."""
+
+    vocab_size: int = 256
+    dim: int = 128
+    num_layers: int = 2
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    ffn_dim: int = 384
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+    loss_chunk: int = 1024  # tokens whose fp32 logits exist at one time
+
+
+@dataclass
+class DataConfig:
+    """What is read. `stdlib`: the running Python's own sources, byte by byte; `bytes`: the files under `path`, likewise."""
+
+    source: str = "stdlib"
+    path: Optional[str] = None  # noqa: UP007
+    pattern: str = "**/*"  # which files under a folder `path`
+    seq_len: int = 1024
+    batch_size: int = 1  # sequences per micro-batch and dp rank
+    documents: bool = True  # attention stays inside documents; needs batch_size 1
+    heldout_fraction: float = 0.02  # of the sequences, for evaluation
+    max_bytes: Optional[int] = None  # noqa: UP007 - read no more text than this
+
+
+@dataclass
+class AttentionConfig:
+    layout: str = "zigzag"
+    kernel: str = "auto"
+    exchange: str = "auto"
+    window_size: List[int] = field(default_factory=lambda: [-1, -1])  # noqa: UP006 - (left, right), -1: unlimited
+    deterministic: bool = False
+
+
+@dataclass
+class ParallelConfig:
+    """dp x cp = world size; -1 means what is left. A ring is `cp` ranks that follow each other (the inner axis)."""
+
+    dp: int = 1
+    cp: int = -1
+    nproc: Optional[int] = None  # noqa: UP007 - workers of a plain start; None: one per GPU, or one on CPU
+    timeout_s: float = 600.0  # a collective that takes longer stops the run
+
+
+@dataclass
+class OptimConfig:
+    name: str = "adamw"
+    lr: float = 3e-3
+    min_lr_ratio: float = 0.1  # the cosine ends at lr * min_lr_ratio
+    warmup_steps: int = 10
+    weight_decay: float = 0.1  # matrices only
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    momentum: float = 0.0  # sgd only
+    grad_clip: float = 1.0  # 0: off
+
+
+@dataclass
+class TrainConfig:
+    steps: int = 100
+    accumulation: int = 1  # micro-batches per dp rank and optimizer step
+    dtype: str = "auto"  # of activations: fp32 on CPU, bf16 on GPU; weights and gradients are fp32
+    seed: int = 0
+    log_every: int = 1
+    eval_every: int = 0  # 0: at the end only
+    eval_sequences: int = 8  # of the held-out split, over all ranks
+
+
+@dataclass
+class RunConfig:
+    name: str = "run"
+    root: str = "outputs"
+    dir: Optional[str] = None  # noqa: UP007 - None: a fresh folder <root>/<name>-<time>
+    device: str = "auto"
+    progress: bool = True
+    plot: bool = True
+    save_weights: bool = True
+
+
+@dataclass
+class Config:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+
+def from_dict(values: dict, cls: type = Config, prefix: str = "") -> Any:
+    """A Config from nested dicts (what `dataclasses.asdict` gives). Raises ValueError for a key that does not exist."""
+    hints = get_type_hints(cls)
+    known = {f.name for f in fields(cls)}
+    for key in values:
+        if key not in known:
+            raise ValueError(f"{prefix}{key}: no such key; {prefix or 'the config '}has {', '.join(sorted(known))}")
+    return cls(**{
+        key: from_dict(value, hints[key], f"{prefix}{key}.") if is_dataclass(hints[key]) else value
+        for key, value in values.items()
+    })
+
+
+def parallel_degrees(cfg: Config, world_size: int) -> tuple[int, int]:
+    """(dp, cp) with -1 resolved. Raises ValueError unless dp * cp == world_size."""
+    problem, degrees = _degrees(cfg.parallel, world_size)
+    if problem:
+        raise ValueError(problem)
+    return degrees
+
+
+def validate(cfg: Config, world_size: int) -> tuple[int, int]:
+    """Checks every rule that a schema cannot hold; returns (dp, cp).
+
+    Raises ValueError with one line for each broken rule: dotted key and value, the rule with its numbers, the nearest valid values.
+    """
+    problem, degrees = _degrees(cfg.parallel, world_size)
+    problems = [problem] if problem else []
+    for rules in (_model, _data, _attention, _optim, _train, _run):
+        problems += rules(cfg)
+    if problems:
+        raise ValueError("\n".join(problems))
+    return degrees
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def nearest(value: float, valid: list[int], count: int = 2) -> str:
+    """The valid values closest to `value`, in rising order, as text."""
+    return " or ".join(str(v) for v in sorted(sorted(set(valid), key=lambda v: (abs(v - value), v))[:count]))
+
+
+def _degrees(parallel: ParallelConfig, world_size: int) -> tuple[str, tuple[int, int]]:
+    dp, cp = parallel.dp, parallel.cp
+    none = (0, 0)
+    if parallel.nproc is not None and parallel.nproc < 1:
+        return f"parallel.nproc={parallel.nproc}: workers of a plain start, at least 1 (or null: one per GPU)", none
+    for key, degree in (("dp", dp), ("cp", cp)):
+        if degree < 1 and degree != -1:
+            return f"parallel.{key}={degree}: a degree is at least 1, or -1 for what is left of {world_size} ranks", none
+    if dp == -1 and cp == -1:
+        return "parallel.dp=-1, parallel.cp=-1: only one of them can be what is left; set the other, e.g. parallel.dp=1", none
+    for key, other, degree in (("dp", "cp", dp), ("cp", "dp", cp)):
+        rest = cp if key == "dp" else dp
+        if rest == -1 and world_size % degree:
+            return (f"parallel.{key}={degree}: must divide the world size {world_size} to leave {other} whole ranks; "
+                    f"nearest: {nearest(degree, divisors(world_size))}"), none
+    dp = world_size // cp if dp == -1 else dp
+    cp = world_size // dp if cp == -1 else cp
+    if dp * cp != world_size:
+        pairs = sorted(((d, world_size // d) for d in divisors(world_size)), key=lambda p: (abs(p[1] - cp), p))[:2]
+        ways = " or ".join(f"parallel.dp={d} parallel.cp={c}" for d, c in pairs)
+        return (f"parallel.dp={parallel.dp}, parallel.cp={parallel.cp}: dp * cp must be the world size, "
+                f"{dp} * {cp} = {dp * cp} is not {world_size}; nearest: {ways} (or start {dp * cp} ranks)"), none
+    return "", (dp, cp)
+
+
+def _at_least(cfg: Config, low: float, *keys: str) -> list[str]:
+    problems = []
+    for key in keys:
+        group, name = key.split(".")
+        value = getattr(getattr(cfg, group), name)
+        if not (math.isfinite(value) and value >= low):
+            problems.append(f"{key}={value}: must be at least {low}; nearest: {low}")
+    return problems
+
+
+def _positive(cfg: Config, *keys: str) -> list[str]:
+    values = ((key, getattr(getattr(cfg, key.split(".")[0]), key.split(".")[1])) for key in keys)
+    return [f"{key}={value}: must be a finite number above 0" for key, value in values if not (math.isfinite(value) and value > 0)]
+
+
+def _fraction(key: str, value: float) -> list[str]:
+    return [] if 0 <= value < 1 else [f"{key}={value}: must lie in [0, 1)"]
+
+
+def _one_of(key: str, value: str, valid: tuple[str, ...]) -> list[str]:
+    if value in valid:
+        return []
+    later = " is not built yet;" if value in LATER.get(key, ()) else ""
+    return [f"{key}={value}:{later} valid: {', '.join(valid)}"]
+
+
+def _model(cfg: Config) -> list[str]:
+    m = cfg.model
+    keys = ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_dim", "loss_chunk")
+    problems = _at_least(cfg, 1, *(f"model.{key}" for key in keys)) + _positive(cfg, "model.rope_theta", "model.norm_eps")
+    if problems:
+        return problems
+    if m.num_heads % m.num_kv_heads:
+        problems.append(f"model.num_kv_heads={m.num_kv_heads}: must divide model.num_heads={m.num_heads}; "
+                        f"nearest: {nearest(m.num_kv_heads, divisors(m.num_heads))}")
+    if m.head_dim % 2 or m.head_dim > MAX_HEAD_DIM:
+        valid = list(range(2, MAX_HEAD_DIM + 1, 2))
+        problems.append(f"model.head_dim={m.head_dim}: must be even (RoPE turns pairs) and at most {MAX_HEAD_DIM}; "
+                        f"nearest: {nearest(m.head_dim, valid)}")
+    return problems
+
+
+def _data(cfg: Config) -> list[str]:
+    d = cfg.data
+    problems = _one_of("data.source", d.source, SOURCES)
+    if d.source == "bytes" and not d.path:
+        problems.append("data.path=null: data.source=bytes reads the file or folder named here")
+    if d.source == "stdlib" and d.path:
+        problems.append(f"data.path={d.path}: data.source=stdlib reads the Python library; for own files data.source=bytes")
+    # One token gives no label: the label of a token is the next one.
+    problems += _at_least(cfg, 2, "data.seq_len") + _at_least(cfg, 1, "data.batch_size")
+    if d.documents and d.batch_size > 1:
+        problems.append(f"data.batch_size={d.batch_size}: packed documents (data.documents=true) need batch_size 1, since all "
+                        f"rows of a batch share one mask; nearest: 1, with train.accumulation={d.batch_size * cfg.train.accumulation}")
+    if not 0 < d.heldout_fraction < 1:
+        problems.append(f"data.heldout_fraction={d.heldout_fraction}: a share of the sequences, above 0 and below 1")
+    if d.max_bytes is not None and d.max_bytes < 1:
+        problems.append(f"data.max_bytes={d.max_bytes}: must be at least 1, or null for all of the text")
+    # Tokens are bytes.
+    if cfg.model.vocab_size < 256:
+        problems.append(f"model.vocab_size={cfg.model.vocab_size}: bytes are tokens 0..255; nearest: 256")
+    return problems
+
+
+def _attention(cfg: Config) -> list[str]:
+    a = cfg.attention
+    problems = _one_of("attention.layout", a.layout, LAYOUTS) + _one_of("attention.kernel", a.kernel, KERNELS)
+    problems += _one_of("attention.exchange", a.exchange, EXCHANGES)
+    window = list(a.window_size)
+    if len(window) != 2:
+        return [*problems, f"attention.window_size={window}: two numbers, [left, right]; e.g. [{max([*window, 0])},0]"]
+    left, right = window
+    if min(window) < -1:
+        problems.append(f"attention.window_size={window}: each is at least 0, or -1 for unlimited; "
+                        f"nearest: [{max(left, -1)},{max(right, -1)}]")
+    elif right > 0:
+        problems.append(f"attention.window_size={window}: attention is causal, so right is 0 or -1; nearest: [{left},0]")
+    return problems
+
+
+def _optim(cfg: Config) -> list[str]:
+    o = cfg.optim
+    problems = _one_of("optim.name", o.name, OPTIMIZERS) + _positive(cfg, "optim.lr", "optim.eps")
+    problems += _at_least(cfg, 0, "optim.warmup_steps", "optim.weight_decay", "optim.grad_clip")
+    for key in ("beta1", "beta2", "momentum"):
+        problems += _fraction(f"optim.{key}", getattr(o, key))
+    if not 0 <= o.min_lr_ratio <= 1:
+        problems.append(f"optim.min_lr_ratio={o.min_lr_ratio}: must lie in [0, 1]")
+    if o.name == "adamw" and o.momentum:
+        problems.append(f"optim.momentum={o.momentum}: taken by optim.name=sgd only; adamw has optim.beta1={o.beta1}")
+    if 0 < cfg.train.steps < o.warmup_steps:
+        problems.append(f"optim.warmup_steps={o.warmup_steps}: must not exceed train.steps={cfg.train.steps}; "
+                        f"nearest: {cfg.train.steps}")
+    return problems
+
+
+def _train(cfg: Config) -> list[str]:
+    t = cfg.train
+    problems = _at_least(cfg, 1, "train.steps", "train.accumulation", "train.log_every", "train.eval_sequences")
+    problems += _at_least(cfg, 0, "train.eval_every", "train.seed") + _one_of("train.dtype", t.dtype, DTYPES)
+    return problems
+
+
+def _run(cfg: Config) -> list[str]:
+    r = cfg.run
+    problems = _one_of("run.device", r.device, DEVICES) + _positive(cfg, "parallel.timeout_s")
+    if not r.name or any(c in r.name for c in "/\\\0 ") or r.name.startswith("."):
+        problems.append(f"run.name={r.name!r}: becomes the name of a folder; letters, digits, -, _ and dots inside")
+    if r.device == "cpu" and cfg.attention.exchange == "nccl":
+        problems.append("attention.exchange=nccl: run.device=cpu has no NCCL; nearest: gloo or auto")
+    return problems
