@@ -1,0 +1,211 @@
+"""Llama-style decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU; the attention op is an argument.
+
+Every row but those that attention reads is computed from that row alone, so a rank runs the same module on its own rows, with
+their global positions. A rank without rows runs it too, on zero rows: same graph, loss 0, gradients 0.
+"""
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..loss import CHUNK_ROWS, chunked_cross_entropy
+from .rope import rope_cos_sin, rope_rotate
+
+# attention(q [B, S, Hq, D], k [B, S, Hkv, D], v [B, S, Hkv, D], *, layout, mask=None) -> [B, S, Hq, D]
+Attention = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of a Transformer. `validate` says what does not fit; head_dim=None means dim / num_heads."""
+
+    vocab_size: int
+    dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    ffn_dim: int
+    head_dim: int | None = None
+    rope_base: float = 10000.0
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+    init_std: float = 0.02
+    loss_chunk_rows: int = CHUNK_ROWS  # rows of fp32 logits that exist at a time
+
+    @property
+    def resolved_head_dim(self) -> int:
+        return self.dim // self.num_heads if self.head_dim is None else self.head_dim
+
+    def validate(self) -> None:
+        """Raises ValueError naming the dotted key, the rule and the nearest valid values."""
+        for key in ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "loss_chunk_rows"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"model.{key}={getattr(self, key)}: must be at least 1")
+        for key in ("rope_base", "norm_eps", "init_std"):
+            if not getattr(self, key) > 0:
+                raise ValueError(f"model.{key}={getattr(self, key)}: must be greater than 0")
+        if self.num_heads % self.num_kv_heads:
+            valid = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
+            raise ValueError(f"model.num_kv_heads={self.num_kv_heads}: must divide model.num_heads={self.num_heads}; "
+                             f"nearest: {_nearest(valid, self.num_kv_heads)}")
+        if self.head_dim is None and self.dim % self.num_heads:
+            valid = [n for n in range(1, self.dim + 1) if self.dim % n == 0]
+            raise ValueError(f"model.num_heads={self.num_heads}: must divide model.dim={self.dim} when model.head_dim is null; "
+                             f"nearest: {_nearest(valid, self.num_heads)}; or set model.head_dim")
+        head_dim = self.resolved_head_dim
+        if head_dim < 2 or head_dim % 2:
+            origin = " (model.dim / model.num_heads)" if self.head_dim is None else ""
+            valid = range(2, head_dim + 3, 2)
+            raise ValueError(f"model.head_dim={head_dim}{origin}: rotary embedding needs an even number >= 2; "
+                             f"nearest: {_nearest(valid, head_dim)}")
+
+
+def _nearest(valid, value: int) -> str:
+    """The closest one below and above value, as text."""
+    below, above = [n for n in valid if n < value], [n for n in valid if n > value]
+    return " or ".join(str(n) for n in below[-1:] + above[:1])
+
+
+class Linear(nn.Linear):
+    """nn.Linear without bias whose weights come from Transformer.init_weights, not from the global generator."""
+
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__(in_features, out_features, bias=False)
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class Embedding(nn.Embedding):
+    """nn.Embedding whose weights come from Transformer.init_weights, not from the global generator."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dim: fp32 inside, one rounding to x.dtype at the end."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, config: ModelConfig, attention: Attention):
+        super().__init__()
+        self.attention = attention
+        self.head_dim = config.resolved_head_dim
+        self.wq = Linear(config.dim, config.num_heads * self.head_dim)
+        self.wk = Linear(config.dim, config.num_kv_heads * self.head_dim)
+        self.wv = Linear(config.dim, config.num_kv_heads * self.head_dim)
+        self.wo = Linear(config.num_heads * self.head_dim, config.dim)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout) -> Tensor:
+        """x [B, S, dim], cos, sin fp32 [S, D // 2] -> [B, S, dim]."""
+        # The head count is read from the weights, so that x with zero rows has a shape too.
+        q, k, v = (w(x).unflatten(-1, (w.out_features // self.head_dim, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        out = self.attention(rope_rotate(q, cos, sin), rope_rotate(k, cos, sin), v, layout=layout)
+        return self.wo(out.flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020): down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.gate = Linear(config.dim, config.ffn_dim)
+        self.up = Linear(config.dim, config.ffn_dim)
+        self.down = Linear(config.ffn_dim, config.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, config: ModelConfig, attention: Attention):
+        super().__init__()
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention = SelfAttention(config, attention)
+        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+        self.ffn = FeedForward(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, layout)
+        return x + self.ffn(self.ffn_norm(x))
+
+
+class LossHead(nn.Module):
+    """Output projection and loss in one forward: a sharded weight must not be read outside the module that gathers it."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.chunk_rows = config.loss_chunk_rows
+        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim))
+
+    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """hidden [B, S, dim], labels int64 [B, S] -> sum of the losses of valid rows, fp32 scalar."""
+        return chunked_cross_entropy(hidden, self.weight, labels, chunk_rows=self.chunk_rows)[0]
+
+
+class Transformer(nn.Module):
+    """Decoder over the rows of one rank.
+
+    config     ModelConfig, validated here
+    attention  attention(q, k, v, *, layout, mask=None) -> out; q, out [B, S, Hq, D], k, v [B, S, Hkv, D]
+    seed       weights are a function of (seed, parameter name, shape): the same on every rank, device and number of ranks
+    """
+
+    def __init__(self, config: ModelConfig, attention: Attention, *, seed: int = 0):
+        super().__init__()
+        config.validate()
+        self.config = config
+        self.embedding = Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(Layer(config, attention) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.head = LossHead(config)
+        if config.tie_embeddings:
+            self.head.weight = self.embedding.weight
+        self.init_weights(seed)
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Normal(0, init_std), projections into the residual stream / sqrt(2 num_layers), norms 1. On the meta device: nothing
+        (call it again after to_empty). Leaves torch's global generator alone."""
+        for name, parameter in self.named_parameters():
+            if parameter.is_meta:
+                continue
+            if parameter.ndim == 1:
+                parameter.fill_(1.0)
+                continue
+            into_residual = name.endswith(("attention.wo.weight", "ffn.down.weight"))
+            std = self.config.init_std / (2 * self.config.num_layers) ** 0.5 if into_residual else self.config.init_std
+            # One generator per name, on the CPU: independent of the order of parameters and of the device.
+            digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+
+    def forward(self, tokens: Tensor, positions: Tensor, labels: Tensor | None = None, *, layout=None) -> Tensor:
+        """tokens int64 [B, S] and their positions int64 [S] (S = 0 is legal) -> hidden [B, S, dim] after the last norm, or with
+        labels int64 [B, S] (-100: no label) the sum of the losses of valid rows, an fp32 scalar. layout goes to attention as is.
+
+        Raises ValueError for tokens, positions and labels whose shapes do not fit.
+        """
+        if tokens.ndim != 2 or positions.shape != tokens.shape[1:]:
+            raise ValueError(f"tokens [B, S] and positions [S] must share S, got {tuple(tokens.shape)}, {tuple(positions.shape)}")
+        if labels is not None and labels.shape != tokens.shape:
+            raise ValueError(f"labels must have the shape of tokens {tuple(tokens.shape)}, got {tuple(labels.shape)}")
+        # Once per forward, for all layers.
+        cos, sin = rope_cos_sin(positions, self.config.resolved_head_dim, self.config.rope_base)
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, cos, sin, layout)
+        hidden = self.norm(x)
+        return hidden if labels is None else self.head(hidden, labels)
