@@ -1,0 +1,80 @@
+"""Masks from their definition, pair by pair, and random interval masks for kernels. Shares no code with ringflash."""
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def allowed_pairs(
+    rows: Tensor, keys: Tensor, *, seq_len_q: int, seq_len_k: int, causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1), cu_seqlens: Sequence[int] | Tensor | None = None,
+) -> Tensor:
+    """bool [len(rows), len(keys)]: may query rows[i] attend to key keys[j]? rows, keys: int64 global positions.
+
+    Bottom-right aligned: query i sits at key position i + seq_len_k - seq_len_q. Documents: both in the same one, and rows
+    past cu_seqlens[-1] are in none.
+    """
+    at = rows[:, None] + (seq_len_k - seq_len_q)
+    key = keys[None, :]
+    allowed = torch.ones(len(rows), len(keys), dtype=torch.bool, device=rows.device)
+    left, right = window_size
+    if causal:
+        allowed &= key <= at
+    if left >= 0:
+        allowed &= at - key <= left
+    if right >= 0:
+        allowed &= key - at <= right
+    if cu_seqlens is not None:
+        if seq_len_q != seq_len_k:
+            raise ValueError(f"cu_seqlens needs as many queries as keys, got {seq_len_q} and {seq_len_k}")
+        document = document_of(seq_len_k, cu_seqlens).to(rows.device)
+        allowed &= (document[rows][:, None] == document[keys][None, :]) & (document[rows][:, None] >= 0)
+    return allowed
+
+
+def document_of(seq_len: int, cu_seqlens: Sequence[int] | Tensor) -> Tensor:
+    """int64 [seq_len]: the index of the document a position is in, -1 past the last one."""
+    ends = [int(x) for x in cu_seqlens]
+    document = torch.full((seq_len,), -1, dtype=torch.int64)
+    for index, (start, stop) in enumerate(zip(ends, ends[1:])):
+        document[start:stop] = index
+    return document
+
+
+def random_intervals(num_q: int, num_k: int, seed: int) -> tuple[Tensor, Tensor]:
+    """k_lo, k_hi: int32 [num_q], both non-decreasing within [0, num_k], some rows empty; kinds from nearly full to nearly
+    nothing (the kind is part of the seed)."""
+    rng = random.Random(seed)
+    draw = {
+        0: lambda: (rng.randint(0, num_k), rng.randint(0, num_k)),  # anything
+        1: lambda: (0, rng.randint(0, num_k)),  # causal-like
+        2: lambda: ((x := rng.randint(0, num_k)), min(num_k, x + rng.randint(0, 5))),  # a narrow band
+        3: lambda: ((x := rng.choice((0, num_k // 3, num_k // 2, num_k))), x),  # steps, as documents make them
+    }[seed % 4]
+    pairs = [draw() for _ in range(num_q)]
+    k_lo, k_hi = sorted(lo for lo, _ in pairs), sorted(hi for _, hi in pairs)
+    if seed % 4 == 3:  # every row sees the whole of its document, and the last document ends early
+        k_hi = [next((x for x in sorted(set(k_lo)) if x > lo), lo) for lo in k_lo]
+    k_hi = [max(lo, hi) for lo, hi in zip(k_lo, k_hi)]
+    return torch.tensor(k_lo, dtype=torch.int32), torch.tensor(k_hi, dtype=torch.int32)
+
+
+def interval_mask(k_lo: Tensor, k_hi: Tensor, num_k: int) -> Tensor:
+    """bool [num_q, num_k]: k_lo[i] <= j < k_hi[i]."""
+    keys = torch.arange(num_k, device=k_lo.device)
+    return (k_lo[:, None] <= keys) & (keys < k_hi[:, None])
+
+
+def split_keys(num_k: int, parts: int, seed: int) -> list[Tensor]:
+    """The keys 0 .. num_k - 1 dealt at random to `parts` blocks (int64, sorted, possibly empty): what ranks would own."""
+    generator = torch.Generator().manual_seed(seed)
+    owner = torch.randint(parts, (num_k,), generator=generator)
+    return [(owner == part).nonzero().flatten() for part in range(parts)]
+
+
+def visit_rows(k_lo: Tensor, k_hi: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """The intervals of a visit that sees only the keys `keys` (sorted), as indices into them: int32 [num_q] each."""
+    return tuple((keys[None, :] < end[:, None]).sum(1).to(torch.int32) for end in (k_lo, k_hi))
