@@ -1,0 +1,233 @@
+"""Plan: per rank and step, what is computed and what is sent. Pure: a function of mask and layouts; numpy alone.
+
+Every rank derives the same plan, so every rank knows all messages (Note [Messages are posted in one step by both ends] in
+DESIGN.md). Forward steps are 0 .. num_steps - 1, backward steps 0 .. num_backward_steps - 1. In step s a rank posts one batch, its
+sends and its receives of that step, then computes its visits of step s; what was received is there from step s + 1 on.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ringflash.layout import Layout
+from ringflash.mask import Mask
+from ringflash.ring import ranges, routes
+from ringflash.ring.cache import BoundedCache
+from ringflash.ring.message import Message
+from ringflash.ring.ranges import RowRanges, Runs
+
+PASSES = ("forward", "backward")
+Intervals = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+_plans = BoundedCache(max_weight=64)
+_arrays = BoundedCache(max_weight=64 * 2**20)  # bytes of intervals and bounds, of all plans together
+
+
+@dataclass(frozen=True)
+class Visit:
+    """What `rank` computes against rows of one owner's block in `step`: all its queries against these key rows.
+
+    rows: local rows of the owner's block; they lie compacted, in this order, in the buffer that arrived (is_own: all the rank's own k, v,
+        as they lie). lane: the direction they came from (0: they did not travel). num_rows: how many they are.
+    Every rank has its own visit in step 0, also when nothing in it is allowed or it has no rows, so that the first visit can
+    initialise out, lse and the gradients; all other visits hold at least one allowed pair.
+    """
+
+    step: int
+    rank: int
+    owner: int
+    lane: int
+    rows: RowRanges
+    num_rows: int
+    plan: Plan = field(repr=False, compare=False)
+
+    @property
+    def is_own(self) -> bool:
+        return self.step == 0
+
+    def intervals(self) -> Intervals:
+        """k_lo, k_hi: int32 [queries of rank]: query i attends to the compacted rows k_lo[i] .. k_hi[i] - 1. q_lo, q_hi: int32
+        [num_rows], the transpose. All non-decreasing; read-only. Computed when asked for; a bounded cache keeps the latest."""
+        key = (self.plan.key, "intervals", self.rank, self.step, self.owner, self.lane)
+        return _arrays.get_or_make(key, self._intervals, _weigh)
+
+    @property
+    def num_pairs(self) -> int:
+        """Allowed (query, key) pairs."""
+        k_lo, k_hi, _, _ = self.intervals()
+        return int((k_hi.astype(np.int64) - k_lo).sum())
+
+    def _intervals(self) -> Intervals:
+        shard = Runs(self.plan.layout_k.chunks(self.owner))
+        arrived = Runs((start, stop, 1) for start, stop in self.rows)
+        k_lo, k_hi = (
+            arrived.count_below(shard.count_below(end)).astype(np.int32) for end in self.plan.bounds(self.rank)
+        )
+        keys = np.arange(self.num_rows, dtype=np.int32)
+        # Row i reads key j when k_lo[i] <= j < k_hi[i], and both are monotone in i.
+        q_lo = np.searchsorted(k_hi, keys, side="right").astype(np.int32)
+        q_hi = np.searchsorted(k_lo, keys, side="right").astype(np.int32)
+        return _read_only(k_lo, k_hi, q_lo, q_hi)
+
+
+class Plan:
+    """Made by build_plan; immutable. key: hashable, equal for equal plans.
+
+    dkv messages: the partial that the visit of step s wrote leaves in step s + 1, added to what the rank received in step s for
+    the same rows: rows that are read further on go on with the block, rows whose last reader this rank was go to their owner.
+    A rank that forwards rows it does not read forwards what it received, and zeros where nothing was received yet.
+    """
+
+    def __init__(self, key: tuple, mask: Mask, layout: Layout, layout_k: Layout):
+        self.key = key
+        self.mask, self.layout, self.layout_k = mask, layout, layout_k
+        self.cp_size = layout.cp_size
+        self.num_steps = self.num_backward_steps = 1
+        self._visits: dict[tuple[int, int], tuple[Visit, ...]] = {}
+        self._messages: dict[str, tuple[Message, ...]] = {}
+        self._sends: dict[tuple[str, int, int], tuple[Message, ...]] = {}
+        self._recvs: dict[tuple[str, int, int], tuple[Message, ...]] = {}
+        self._dead_q: list[RowRanges] = []
+        self._dead_k: list[RowRanges] = []
+
+    def visits(self, rank: int, step: int) -> tuple[Visit, ...]:
+        """In the order of folding; the same in forward and backward."""
+        return self._visits.get((rank, step), ())
+
+    def sends(self, rank: int, step: int, pass_: str) -> tuple[Message, ...]:
+        """What `rank` posts as sends in `step`, in the sorted order that both ends share. pass_: "forward" or "backward"."""
+        return self._of(self._sends, rank, step, pass_)
+
+    def recvs(self, rank: int, step: int, pass_: str) -> tuple[Message, ...]:
+        """What `rank` posts as receives in `step`, in the sorted order that both ends share."""
+        return self._of(self._recvs, rank, step, pass_)
+
+    def messages(self, pass_: str) -> tuple[Message, ...]:
+        """All messages of all ranks, sorted."""
+        return self._messages[_check_pass(pass_)]
+
+    def dead_q(self, rank: int) -> RowRanges:
+        """Local rows of q that see no key at all."""
+        return self._dead_q[rank]
+
+    def dead_k(self, rank: int) -> RowRanges:
+        """Local rows of k that no query of any rank sees."""
+        return self._dead_k[rank]
+
+    def bounds(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
+        """first, stop: int64 [queries of rank], the mask's intervals in global positions; read-only."""
+        key = (self.key, "bounds", rank)
+        return _arrays.get_or_make(key, lambda: _read_only(*_bounds(self.mask, self.layout, self.layout_k, rank)), _weigh)
+
+    def num_pairs(self, rank: int, step: int) -> int:
+        """Allowed (query, key) pairs that `rank` computes in `step`."""
+        return sum(visit.num_pairs for visit in self.visits(rank, step))
+
+    def rows_sent(self, pass_: str, kind: str | None = None, rank: int | None = None) -> int:
+        """Rows on the wire, in all or by one kind ("kv", "dkv") or sender, each counted once per hop."""
+        chosen = self.messages(pass_)
+        return sum(m.num_rows for m in chosen if kind in (None, m.kind) and rank in (None, m.src))
+
+    def bytes_sent(
+        self, pass_: str, *, batch: int, num_kv_heads: int, head_dim: int, itemsize: int, grad_itemsize: int = 4, rank: int | None = None
+    ) -> int:
+        """Bytes on the wire: K and V (or their gradients, of grad_itemsize) of each row, per KV head, not per query head."""
+        per_row = batch * num_kv_heads * 2 * head_dim
+        kv, dkv = (self.rows_sent(pass_, kind, rank) for kind in ("kv", "dkv"))
+        return per_row * (kv * itemsize + dkv * grad_itemsize)
+
+    @property
+    def rotation_fraction(self) -> float:
+        """Forward rows on the wire as a fraction of the full rotation, where every row visits every other rank."""
+        full = self.layout_k.seq_len * (self.cp_size - 1)
+        return self.rows_sent("forward") / full if full else 0.0
+
+    def _of(self, table: dict, rank: int, step: int, pass_: str) -> tuple[Message, ...]:
+        return table.get((_check_pass(pass_), rank, step), ())
+
+    def _file(self, own_rows: list[RowRanges], route: routes.Route) -> None:
+        visits: dict[tuple[int, int], list[Visit]] = {}
+        stops = [(rank, 0, rank, 0, rows) for rank, rows in enumerate(own_rows)]
+        for rank, step, owner, lane, rows in stops + route.stops:
+            visits.setdefault((rank, step), []).append(Visit(step, rank, owner, lane, rows, ranges.num_rows(rows), self))
+        # The order of folding: it decides the bits of out, so it is fixed here and nowhere else.
+        self._visits = {at: tuple(sorted(v, key=lambda visit: (visit.owner, visit.lane))) for at, v in visits.items()}
+        messages = sorted(route.messages)
+        self._messages = {"forward": tuple(m for m in messages if m.kind == "kv"), "backward": tuple(messages)}
+        for pass_ in PASSES:
+            for table, end in ((self._sends, "src"), (self._recvs, "dst")):
+                batches: dict[tuple[str, int, int], list[Message]] = {}
+                for message in self._messages[pass_]:
+                    batches.setdefault((pass_, getattr(message, end), message.step), []).append(message)
+                table.update({at: tuple(batch) for at, batch in batches.items()})
+        self.num_steps = 1 + max(step for _, step in self._visits)
+        self.num_backward_steps = max([self.num_steps] + [m.step + 1 for m in messages[-1:]])
+
+
+def build_plan(mask: Mask, layout: Layout, layout_k: Layout | None = None, *, lanes: tuple[int, ...] = routes.LANES) -> Plan:
+    """The plan of `mask` over q laid out by `layout` and k, v by `layout_k` (None: the same).
+
+    lanes: the directions that may be used, +1 towards higher ranks, -1 towards lower ones. The plan chooses per range of rows.
+    Plans are cached by content (the latest 64). Cost: O(S) for the mask, and then by ranges and ranks, not by rows.
+    Raises ValueError when the layouts have different cp_size, or the mask does not fit their lengths.
+    """
+    layout_k = layout if layout_k is None else layout_k
+    if layout.cp_size != layout_k.cp_size:
+        raise ValueError(f"layout has cp_size={layout.cp_size} but layout_k has cp_size={layout_k.cp_size}: q and k share one ring")
+    if lanes not in ((1, -1), (-1, 1), (1,), (-1,)):
+        raise ValueError(f"lanes={lanes!r}: valid are (1, -1), (-1, 1), (1,) and (-1,)")
+    mask.check_lengths(layout.seq_len, layout_k.seq_len)
+    key = (mask, layout.geometry, layout_k.geometry, lanes)
+    return _plans.get_or_make(key, lambda: _build(key, mask, layout, layout_k, lanes))
+
+
+def _build(key: tuple, mask: Mask, layout: Layout, layout_k: Layout, lanes: tuple[int, ...]) -> Plan:
+    size = layout.cp_size
+    plan = Plan(key, mask, layout, layout_k)
+    table = ranges.ShardTable([Runs(layout_k.chunks(rank)) for rank in range(size)])
+    needs = []
+    for rank in range(size):
+        first, stop = _bounds(mask, layout, layout_k, rank)
+        plan._dead_q.append(ranges.true_runs(first == stop))
+        owner, start, end = table.rows_of_owners(ranges.union_of_intervals(first, stop))
+        needs.append((np.full(owner.shape, rank), owner, start, end))
+    reader, owner, start, end = (np.concatenate(parts) for parts in zip(*needs))
+    by_owner = np.argsort(owner, kind="stable")
+    cuts = np.searchsorted(owner[by_owner], np.arange(1, size))
+    demands = [
+        routes.demand_of(rank, size, reader[chosen], start[chosen], end[chosen])
+        for rank, chosen in enumerate(np.split(by_owner, cuts))
+    ]
+    route = routes.Route()
+    for demand, lane_of_segment in zip(demands, routes.choose_lanes(demands, lanes)):
+        for lane in routes.LANES:
+            routes.add_rotation(route, demand, lane_of_segment, lane, size)
+        plan._dead_k.append(demand.unread(layout_k.shard_len(demand.owner)))
+    own_rows = [((0, n),) if n else () for n in (layout_k.shard_len(rank) for rank in range(size))]
+    plan._file(own_rows, route)
+    return plan
+
+
+def _bounds(mask: Mask, layout: Layout, layout_k: Layout, rank: int) -> tuple[np.ndarray, np.ndarray]:
+    first, stop = mask.bounds(layout.positions(rank), layout.seq_len, layout_k.seq_len)
+    # Intervals, their transposes and the tile walk of the kernels all rest on this (Note [Intervals] in DESIGN.md).
+    if (first > stop).any() or (first[1:] < first[:-1]).any() or (stop[1:] < stop[:-1]).any():
+        raise AssertionError(f"{mask!r}: the ends of its intervals must be ordered and must not decrease (rows of rank {rank})")
+    return first, stop
+
+
+def _check_pass(pass_: str) -> str:
+    if pass_ not in PASSES:
+        raise ValueError(f"pass {pass_!r}: valid are {', '.join(PASSES)}")
+    return pass_
+
+
+def _read_only(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
+    for array in arrays:
+        array.flags.writeable = False
+    return arrays
+
+
+def _weigh(arrays: tuple[np.ndarray, ...]) -> int:
+    return sum(array.nbytes for array in arrays)
