@@ -13,7 +13,7 @@ from ringflash.launch.check_cells import TENSORS, Cell
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class CellVerdict:
     """What became of one cell. ratios: per tensor the worse of max-abs and RMS error over its budget (inf: not finite)."""
     cell: Cell
     ratios: dict[str, float]
@@ -52,9 +52,9 @@ def grid(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
                      for row in [list(header), *rows])
 
 
-def table(verdicts: Sequence[Verdict]) -> str:
+def table(verdicts: Sequence[CellVerdict]) -> str:
     """One line per (kernel, dtype, mask, layout): how many cells, the worst error over its budget per tensor, ok or FAIL."""
-    lines: dict[tuple, list[Verdict]] = {}
+    lines: dict[tuple, list[CellVerdict]] = {}
     for verdict in verdicts:
         lines.setdefault(verdict.cell.line, []).append(verdict)
     rows = []
@@ -66,7 +66,7 @@ def table(verdicts: Sequence[Verdict]) -> str:
     return grid(["kernel", "dtype", "mask", "layout", "cells", *TENSORS, "bits", ""], rows)
 
 
-def report(title: str, verdicts: Sequence[Verdict], *, shown_failures: int = 10) -> bool:
+def report(title: str, verdicts: Sequence[CellVerdict], *, shown_failures: int = 10) -> bool:
     """Prints the table, then what failed. True when every cell is within budget (and there is one)."""
     bad = [v for v in verdicts if not v.ok]
     print(f"\n{title}\nworst error / budget, per tensor (budget: 2 x error of eager torch in that dtype + 2 eps max|reference|)\n")
@@ -97,7 +97,7 @@ def environment() -> dict:
 def write_json(path: str | Path, sections: dict[str, object], ok: bool) -> None:
     """environment, ok and one entry per section that ran; verdicts become one object per cell."""
     def plain(value):
-        return [item.as_json() if isinstance(item, Verdict) else item for item in value] if isinstance(value, list) else value
+        return [item.as_json() if isinstance(item, CellVerdict) else item for item in value] if isinstance(value, list) else value
 
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,142 @@
+"""Times the kernels and the ring on this machine.
+
+    python launch/bench.py kernels                      triton against cuDNN and FlashAttention-2 (through SDPA), forward and backward
+    python launch/bench.py kernels --shapes 128:16:16:16384:causal:bf16 --json out.json --png out.png
+    python launch/bench.py kernels --tiles 'fwd:128:bf16=128,128,8,3;bwd:...' --tiles ...    each becomes a candidate of the same run
+    python launch/bench.py ring --cp-size 8             all visits of a ring of 8 on one device against one kernel call of equal FLOPs
+
+All candidates of a shape run in one process, turn by turn, on the same random inputs; figures are medians. TFLOP/s count causal as
+half and the backward as 2.5 forwards. Without a GPU the default shapes are tiny (a smoke test, no measurement).
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if __name__ == "__main__" and __package__ in (None, ""):
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)       # run as a file: the checkout, not launch/, is the import root
+
+import torch
+
+from ringflash.launch.bench_kernels import Shape, bench_shape
+from ringflash.launch.bench_ring import bench_ring
+from ringflash.launch.bench_tiles import parse_tiles
+from ringflash.launch.check_table import environment, grid
+
+GPU_SHAPES = ("128:16:16:16384:causal:bf16", "128:16:16:16384:full:bf16", "128:32:8:32768:causal:bf16",
+              "64:16:16:16384:causal:bf16", "64:16:16:16384:full:bf16")
+CPU_SHAPES = ("32:4:4:128:causal:fp32", "32:4:2:128:full:fp32", "32:4:4:128:causal:bf16")
+CANDIDATES = {"cuda": ("cudnn", "flash2", "triton"), "cpu": ("sdpa", "cpu", "reference")}
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = top.add_subparsers(dest="what", required=True, metavar="{kernels,ring}")
+    for name, text in (("kernels", "one kernel call per candidate"), ("ring", "a ring's visits against one call")):
+        sub = what.add_parser(name, help=text)
+        sub.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+        sub.add_argument("--shapes", default=None, help="D:Hq:Hkv:S:mask:dtype, comma-separated (masks: causal, full, windowN)")
+        sub.add_argument("--repeats", type=int, default=20, help="timed repetitions of each candidate")
+        sub.add_argument("--warmup", type=int, default=3)
+        sub.add_argument("--json", default=None, metavar="PATH", help="write every record")
+        sub.add_argument("--png", default=None, metavar="PATH", help="draw the figures")
+        if name == "kernels":
+            sub.add_argument("--candidates", default=None,
+                             help="comma-separated, the first one is the baseline: cudnn, flash2, sdpa, sdpa-math, or a kernel of "
+                                  "ours (triton, cpu, reference; triton+det: its deterministic backward)")
+            sub.add_argument("--tiles", action="append", default=[], metavar="TABLE",
+                             help="adds a candidate: triton with these entries of its tile table replaced")
+        else:
+            sub.add_argument("--kernel", default=None)
+            sub.add_argument("--cp-size", type=int, default=8)
+            sub.add_argument("--layouts", default="zigzag", help="comma-separated")
+    return top
+
+
+def show(records: Sequence[dict], title: str) -> None:
+    print(f"\n{title}")
+    rows = []
+    for record in records:
+        if record["failure"] is not None:
+            rows.append([record["candidate"], *["-"] * 7])
+            continue
+        rows.append([record["candidate"],
+                     *(f"{record[k]:.{n}f}" for k, n in (("forward_ms", 3), ("forward_tflops", 1), ("forward_ratio", 2),
+                                                        ("backward_ms", 3), ("backward_tflops", 1), ("backward_ratio", 2))),
+                     f"{record['difference']:.1e}"])
+    base = next((r["baseline"] for r in records if r["failure"] is None), "-")
+    print(grid(["", "fwd ms", "TFLOP/s", f"x {base}", "bwd ms", "TFLOP/s", f"x {base}", "differs by"], rows))
+    for record in records:
+        if record["failure"] is not None:
+            print(f"{record['candidate']} did not run: {record['failure']}")
+    sys.stdout.flush()
+
+
+def draw(groups: dict[str, list[dict]], path: str) -> None:
+    """One bar group per shape, forward and backward side by side."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = list(dict.fromkeys(r["candidate"] for records in groups.values() for r in records))
+    figure, axes = pyplot.subplots(1, 2, figsize=(6 + 2 * len(groups), 4.5), sharey=True)
+    for axis, which in zip(axes, ("forward", "backward")):
+        for i, name in enumerate(names):
+            found = [next((r for r in records if r["candidate"] == name), None) for records in groups.values()]
+            heights = [r[f"{which}_tflops"] if r and r["failure"] is None else 0.0 for r in found]
+            axis.bar([x + (i + 0.5) * 0.8 / len(names) for x in range(len(groups))], heights, 0.8 / len(names), label=name)
+        axis.set_xticks([x + 0.4 for x in range(len(groups))], [label.replace(" ", "\n", 2) for label in groups], fontsize=7)
+        axis.set_title(which)
+        axis.grid(axis="y", alpha=0.3)
+    axes[0].set_ylabel("TFLOP/s")
+    axes[0].legend(fontsize=8)
+    figure.suptitle(environment()["device"])
+    figure.tight_layout()
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 when every candidate of every shape ran and gave the baseline's result; 1 otherwise (reasons are printed)."""
+    top = parser()
+    options = top.parse_args(argv)
+    device = torch.device(options.device)
+    try:
+        shapes = [Shape.parse(text) for text in
+                  (options.shapes.split(",") if options.shapes else GPU_SHAPES if device.type == "cuda" else CPU_SHAPES)]
+        tiles = [parse_tiles(text) for text in options.tiles] if options.what == "kernels" else []
+    except (ValueError, RuntimeError) as error:
+        top.error(str(error))
+    print(", ".join(f"{key} {value}" for key, value in environment().items()))
+    if device.type != "cuda":
+        print("no GPU: a smoke test of the benchmark, not a measurement")
+    groups: dict[str, list[dict]] = {}
+    for shape in shapes:
+        if options.what == "kernels":
+            names = options.candidates.split(",") if options.candidates else list(CANDIDATES[device.type])
+            groups[str(shape)] = bench_shape([*names, *tiles], shape, device, repeats=options.repeats, warmup=options.warmup)
+        else:
+            groups[str(shape)] = bench_ring(shape, device, kernel=options.kernel or "auto", cp_size=options.cp_size,
+                                            layouts=options.layouts.split(","), repeats=options.repeats, warmup=options.warmup)
+        show(groups[str(shape)], str(shape))
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    records = [record for group in groups.values() for record in group]
+    if options.json:
+        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(options.json).write_text(json.dumps({"environment": environment(), "what": options.what, "records": records}, indent=1))
+    if options.png:
+        draw(groups, options.png)
+    wrong = [r for r in records if r["failure"] is None and not r["difference"] <= 0.05]
+    for record in wrong:
+        print(f"{record['candidate']} differs from {record['baseline']} by {record['difference']:.3f} of the largest value")
+    return 1 if wrong or any(r["failure"] is not None for r in records) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,212 @@
+"""What is timed and how: our kernels and torch's own attention, on the same random inputs, interleaved in one process.
+
+A GPU at its power cap drifts by 5% and more between runs; the ratio of two medians that were taken turn by turn does not. So every
+repetition runs each candidate once, and the figure to read is the ratio.
+"""
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ringflash.kernels import dispatch
+from ringflash.launch.bench_tiles import TilePatch
+from ringflash.launch.check_cells import DTYPES
+
+SDPA = {"cudnn": [SDPBackend.CUDNN_ATTENTION], "flash2": [SDPBackend.FLASH_ATTENTION], "sdpa-math": [SDPBackend.MATH],
+        "sdpa": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]}
+BACKWARD_FLOPS = 2.5                        # five matrix products against the forward's two
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    head_dim: int
+    num_heads: int
+    num_kv_heads: int
+    seq_len: int
+    mask: str                               # causal, full, or windowN (itself and N keys before)
+    dtype: str
+    batch: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        """D:Hq:Hkv:S:mask:dtype, as in 128:32:8:32768:causal:bf16. Raises ValueError on anything else."""
+        parts = text.split(":")
+        if len(parts) != 6:
+            raise ValueError(f"shape {text!r}: want D:Hq:Hkv:S:mask:dtype, as in 128:32:8:32768:causal:bf16")
+        shape = cls(*map(int, parts[:4]), *parts[4:])
+        if shape.dtype not in DTYPES:
+            raise ValueError(f"shape {text!r}: dtype {shape.dtype!r} unknown; valid: {', '.join(DTYPES)}")
+        if shape.num_heads % shape.num_kv_heads:
+            raise ValueError(f"shape {text!r}: {shape.num_heads} query heads are no multiple of {shape.num_kv_heads} key/value heads")
+        shape.rows()
+        return shape
+
+    def __str__(self) -> str:
+        heads = f"{self.num_heads}" if self.num_heads == self.num_kv_heads else f"{self.num_heads}/{self.num_kv_heads}"
+        return f"D={self.head_dim} {heads} heads x {self.seq_len} {self.mask} {self.dtype}"
+
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """k_lo, k_hi: int32 [S]."""
+        row = torch.arange(self.seq_len, dtype=torch.int32)
+        if self.mask == "full":
+            return torch.zeros_like(row), torch.full_like(row, self.seq_len)
+        if self.mask == "causal":
+            return torch.zeros_like(row), row + 1
+        if self.mask.startswith("window") and self.mask[6:].isdigit():
+            return (row - int(self.mask[6:])).clamp(min=0), row + 1
+        raise ValueError(f"mask {self.mask!r}: unknown; valid: causal, full, windowN")
+
+    def flops(self) -> float:
+        """Of the forward: two products of 2 * D per allowed pair and query head (so causal counts half)."""
+        k_lo, k_hi = self.rows()
+        pairs = int((k_hi.long() - k_lo.long()).sum())
+        return 4.0 * pairs * self.head_dim * self.num_heads * self.batch
+
+    def inputs(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """q [B, S, Hq, D], k, v [B, S, Hkv, D], dout [B, S, Hq, D]: random, never zeros (zeros run faster)."""
+        generator = torch.Generator(device).manual_seed(0)
+        return tuple(torch.randn(self.batch, self.seq_len, heads, self.head_dim, generator=generator, device=device,
+                                 dtype=torch.float32).to(DTYPES[self.dtype])
+                     for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads, self.num_heads))
+
+
+@dataclasses.dataclass
+class Candidate:
+    """Something to time on one shape. result() gives out [B, S, Hq, D] and dq, dk, dv of the last runs, for the comparison."""
+    name: str
+    forward: Callable[[], None]
+    backward: Callable[[], None]
+    result: Callable[[], dict[str, torch.Tensor]]
+
+
+def ours(name: str, kernel: str, shape: Shape, inputs: Sequence[torch.Tensor], *, deterministic: bool = False) -> Candidate:
+    """One visit, first and last: what a rank without a ring runs. The backward is delta and dq, dk, dv in fp32, as a step of the
+    ring needs them (the one downcast at home is not in it)."""
+    q, k, v, dout = inputs
+    backend = dispatch.select(kernel, device=q.device, dtype=q.dtype, head_dim=shape.head_dim, deterministic=deterministic)
+    intervals = dispatch.Intervals.from_rows(*shape.rows(), shape.seq_len, q.device)
+    acc = dispatch.accumulate_dtype(q.dtype)
+    out = torch.empty_like(q)
+    lse = torch.empty(shape.batch, shape.num_heads, shape.seq_len, dtype=acc, device=q.device)
+    dq, dk, dv = (torch.empty(x.shape, dtype=acc, device=q.device) for x in (q, k, v))
+    scale = shape.head_dim ** -0.5
+
+    def forward() -> None:
+        backend.forward(q, k, v, intervals, softmax_scale=scale, state=None, lse=lse, out=out, first=True)
+
+    def backward() -> None:
+        delta = backend.delta(dout, out)
+        backend.backward(dout, q, k, v, lse, delta, intervals, softmax_scale=scale, dq=dq, dk=dk, dv=dv,
+                         accumulate_dq=False, accumulate_dkv=False, deterministic=deterministic)
+
+    return Candidate(name, forward, backward, lambda: {"out": out, "dq": dq, "dk": dk, "dv": dv})
+
+
+def sdpa(name: str, shape: Shape, inputs: Sequence[torch.Tensor]) -> Candidate:
+    """torch's scaled_dot_product_attention held to one of its backends; forward with what its backward will need."""
+    if shape.mask not in ("causal", "full"):
+        raise RuntimeError(f"SDPA takes a {shape.mask} mask only as a dense tensor")
+    q, k, v = (x.transpose(1, 2).detach().requires_grad_() for x in inputs[:3])
+    dout = inputs[3].transpose(1, 2)
+    kept: dict[str, torch.Tensor] = {}
+
+    def forward() -> None:
+        with sdpa_kernel(SDPA[name]):
+            kept["out"] = torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=shape.mask == "causal", enable_gqa=shape.num_heads != shape.num_kv_heads)
+
+    def backward() -> None:
+        kept["dq"], kept["dk"], kept["dv"] = torch.autograd.grad(kept["out"], (q, k, v), dout, retain_graph=True)
+
+    return Candidate(name, forward, backward, lambda: {n: t.detach().transpose(1, 2) for n, t in kept.items()})
+
+
+def build(name: str | TilePatch, shape: Shape, inputs: Sequence[torch.Tensor]) -> Candidate:
+    """By name: cudnn, flash2, sdpa, sdpa-math, a kernel of ours, or kernel+det for its deterministic backward; or triton's with other
+    tiles."""
+    if isinstance(name, TilePatch):
+        plain, device = ours(str(name), "triton", shape, inputs), inputs[0].device
+
+        def patched(run: Callable[[], None]) -> Callable[[], None]:
+            def call() -> None:
+                with name.applied(device):
+                    run()
+            return call
+
+        return dataclasses.replace(plain, forward=patched(plain.forward), backward=patched(plain.backward))
+    if name in SDPA:
+        return sdpa(name, shape, inputs)
+    return ours(name, name.removesuffix("+det"), shape, inputs, deterministic=name.endswith("+det"))
+
+
+def timed(run: Callable[[], None], device: torch.device) -> Callable[[], float]:
+    """Runs once; the returned function gives the milliseconds, after a synchronisation on CUDA."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        run()
+        elapsed = (time.perf_counter() - start) * 1e3
+        return lambda: elapsed
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    run()
+    end.record()
+    return lambda: begin.elapsed_time(end)
+
+
+def interleaved(runs: Sequence[Callable[[], None]], device: torch.device, *, repeats: int, warmup: int) -> list[float]:
+    """Median milliseconds of each run; every repetition runs each of them once, in turn."""
+    def synchronize() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    for _ in range(warmup):
+        for run in runs:
+            run()
+    synchronize()
+    times: list[list[Callable[[], float]]] = [[] for _ in runs]
+    for _ in range(repeats):
+        for i, run in enumerate(runs):
+            times[i].append(timed(run, device))
+    synchronize()
+    return [statistics.median(t() for t in column) for column in times]
+
+
+def difference(candidate: Candidate, reference: Candidate) -> float:
+    """Largest difference of any of out, dq, dk, dv, over the largest value of the reference's tensor."""
+    mine, theirs = candidate.result(), reference.result()
+    return max(float((mine[n].float() - theirs[n].float()).abs().max() / theirs[n].float().abs().max()) for n in theirs)
+
+
+def bench_shape(names: Sequence[str | TilePatch], shape: Shape, device: torch.device, *, repeats: int, warmup: int) -> list[dict]:
+    """One record per candidate: milliseconds, TFLOP/s, and ratios over the first candidate that runs; or the reason why not."""
+    inputs = shape.inputs(device)
+    records, alive = [], []
+    for name in names:
+        record = {"candidate": str(name), **dataclasses.asdict(shape), "failure": None}
+        records.append(record)
+        try:
+            candidate = build(name, shape, inputs)
+            candidate.forward()
+            candidate.backward()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            alive.append((record, candidate))
+        except Exception as error:  # one that cannot run here says why, and the others go on
+            record["failure"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    if not alive:
+        return records
+    forward = interleaved([c.forward for _, c in alive], device, repeats=repeats, warmup=warmup)
+    backward = interleaved([c.backward for _, c in alive], device, repeats=repeats, warmup=warmup)
+    flops = shape.flops()
+    for (record, candidate), forward_ms, backward_ms in zip(alive, forward, backward):
+        record.update(
+            forward_ms=forward_ms, backward_ms=backward_ms, forward_tflops=flops / forward_ms / 1e9,
+            backward_tflops=BACKWARD_FLOPS * flops / backward_ms / 1e9, forward_ratio=forward[0] / forward_ms,
+            backward_ratio=backward[0] / backward_ms, baseline=alive[0][1].name,
+            difference=difference(candidate, alive[0][1]))
+    return records
