@@ -1,0 +1,113 @@
+"""What a user may write in a call of ring_attention or simulate, and what each mistake is told."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringflash.layout import KINDS, Layout, check_kind
+from ringflash.mask import Mask
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def refuse_later_options(softcap: float, sinks: Any, rotate: str) -> None:
+    """NotImplementedError, by name, for options that exist in the signature only."""
+    if softcap != 0.0:
+        raise NotImplementedError(f"softcap={softcap}: not built yet; only 0.0 (none)")
+    if sinks is not None:
+        raise NotImplementedError("sinks: attention sinks are not built yet; only None")
+    if rotate != "auto":
+        if rotate in ("kv", "q"):
+            raise NotImplementedError(f"rotate={rotate!r}: the plan chooses what travels; only 'auto' is built yet")
+        raise ValueError(f"rotate={rotate!r}: unknown; valid: auto")
+
+
+def make_mask(mask: Mask | None, causal: bool | None, window_size: Any, cu_seqlens: Any) -> Mask | None:
+    """The mask that the arguments name, or None when they name none. ValueError for a mask together with sugar."""
+    sugar = {"causal": causal, "window_size": window_size, "cu_seqlens": cu_seqlens}
+    named = [name for name, value in sugar.items() if value is not None]
+    if mask is not None:
+        if not isinstance(mask, Mask):
+            raise ValueError(f"mask={mask!r}: must be a ringflash.Mask, or None")
+        if named:
+            raise ValueError(f"mask together with {', '.join(named)}: these are parts of a Mask; give either the mask or its parts")
+        return mask
+    if not named:
+        return None
+    return Mask(causal=True if causal is None else causal, window_size=(-1, -1) if window_size is None else window_size,
+                cu_seqlens=cu_seqlens)
+
+
+def make_layout(layout: Layout | str, seq_len: int, cp_size: int, key: str) -> Layout:
+    """A layout by name for seq_len rows, or the value itself once it fits cp_size. `key` names the argument in errors."""
+    if isinstance(layout, str):
+        check_kind(layout)
+        if seq_len == 0:
+            raise ValueError(f"{key}={layout!r}: the sequence has no rows; a layout by name needs at least 1 row on each rank")
+        return Layout(layout, seq_len, cp_size)
+    if not isinstance(layout, Layout):
+        raise ValueError(f"{key}={layout!r}: must be a ringflash.Layout or one of {', '.join(KINDS)}")
+    if layout.cp_size != cp_size:
+        raise ValueError(f"{key}.cp_size={layout.cp_size}: the ring has cp_size={cp_size}; make the Layout with cp_size={cp_size}")
+    return layout
+
+
+def make_layout_k(layout_k: Layout | str | None, layout: Layout, seq_len_k: int, by_name: bool) -> Layout:
+    """The layout of k and v: None means the layout of q, by name for k's own length."""
+    if layout_k is not None:
+        return make_layout(layout_k, seq_len_k, layout.cp_size, "layout_k")
+    if by_name and seq_len_k != layout.seq_len:
+        return make_layout(layout.kind, seq_len_k, layout.cp_size, "layout")
+    return layout
+
+
+@dataclass(frozen=True)
+class Call:
+    """The tensors of one call: q [B, Sq, Hq, D], k, v [B, Sk, Hkv, D], local (ring_attention) or global (simulate)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cp_size: int
+
+    def choose_mask(self, given: Mask | None, layout: Layout | None) -> Mask:
+        """The given mask, or else the first of the Layout value (None: a layout by name, which allows any), or else causal."""
+        mask = given if given is not None else layout.masks[0] if layout is not None else Mask()
+        if layout is not None and mask not in layout.masks:
+            raise ValueError(f"mask={mask!r}: not among layout.masks={layout.masks!r}; make the Layout with masks=(..., this mask)")
+        if mask.cu_seqlens is not None and self.q.shape[0] != 1:
+            raise ValueError(f"cu_seqlens with batch size {self.q.shape[0]}: packed documents need B == 1; pack the batch into one row")
+        return mask
+
+
+def check_tensors(call: Call) -> None:
+    """ValueError unless q, k and v fit each other; NotImplementedError for a v of another head_dim."""
+    named = {"q": call.q, "k": call.k, "v": call.v}
+    for name, x in named.items():
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name}: must be a torch.Tensor [B, S, H, D], got {type(x).__name__}")
+        if x.ndim != 4:
+            raise ValueError(f"{name}: shape {tuple(x.shape)} has {x.ndim} dims; must be [B, S, H, D]")
+        if x.dtype not in _DTYPES:
+            raise ValueError(f"{name}.dtype={x.dtype}: must be one of {', '.join(map(str, _DTYPES))}")
+    for what in ("dtype", "device"):
+        values = {name: getattr(x, what) for name, x in named.items()}
+        if len(set(values.values())) > 1:
+            raise ValueError(f"{what}: q, k and v must share it, got " + ", ".join(f"{name} {value}" for name, value in values.items()))
+    q, k, v = call.q, call.k, call.v
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"v: shape {tuple(v.shape)} differs from k's {tuple(k.shape)} before the head_dim")
+    if k.shape[0] != q.shape[0]:
+        raise ValueError(f"k: batch size {k.shape[0]}, but q has {q.shape[0]}")
+    if k.shape[3] != q.shape[3] or q.shape[3] == 0:
+        raise ValueError(f"k: head_dim {k.shape[3]}, but q has {q.shape[3]}; they must be equal and > 0")
+    if v.shape[3] != k.shape[3]:
+        raise NotImplementedError(f"v: head_dim {v.shape[3]} differs from k's {k.shape[3]}; Dv != D is not built yet")
+    num_heads, num_kv_heads = q.shape[2], k.shape[2]
+    if num_kv_heads == 0 or num_heads == 0 or num_heads % num_kv_heads:
+        valid = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
+        nearest = sorted(sorted(valid, key=lambda n: abs(n - num_kv_heads))[:3])
+        raise ValueError(f"k: num_kv_heads={num_kv_heads} must divide num_heads={num_heads} of q; nearest valid: {nearest}")

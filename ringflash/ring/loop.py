@@ -1,0 +1,266 @@
+"""The ring: one forward and one backward loop for every layout, mask, kernel and carrier.
+
+Both are generators that yield each Pending where its data is needed. One process per rank drives its own with drive(); loopback
+steps those of all ranks in one process.
+"""
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Generator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ringflash.kernels.dispatch import Backend
+from ringflash.kernels.intervals import Intervals, accumulate_dtype
+from ringflash.ring.buffers import Block, BufferPool, Rows, count_rows, pack
+from ringflash.ring.exchange import Exchange, Pending
+
+if TYPE_CHECKING:
+    from ringflash.ring.plan import Message, Plan, Visit
+
+Waits = Generator[Pending, None, None]
+
+_INTERVALS_BYTES = 256 << 20
+_intervals: OrderedDict[tuple, tuple[Intervals, int]] = OrderedDict()
+
+
+def drive(waits: Waits) -> None:
+    for pending in waits:
+        pending.wait()
+
+
+def intervals_of(plan: Plan, visit: Visit, device: torch.device) -> Intervals:
+    """The visit's intervals on `device`; kept (least recently used first out) up to 256 MiB, as every layer asks for the same."""
+    key = (plan.key, visit.rank, visit.step, visit.owner, visit.lane, device)
+    found = _intervals.get(key)
+    if found is not None:
+        _intervals.move_to_end(key)
+        return found[0]
+    # Copied: the plan's arrays are read-only, which torch cannot express.
+    intervals = Intervals.from_host(*(torch.from_numpy(ends.copy()) for ends in visit.intervals()), device)
+    _intervals[key] = (intervals, 16 * (intervals.num_q + intervals.num_k))
+    total = sum(size for _, size in _intervals.values())
+    while total > _INTERVALS_BYTES and len(_intervals) > 1:
+        total -= _intervals.popitem(last=False)[1][1]
+    return intervals
+
+
+def without_rows(x: Tensor, rows: Rows, dim: int = 1) -> Tensor:
+    """x, or when `rows` names any a copy with those rows zeroed (Note [Dead rows])."""
+    if not rows:
+        return x
+    x = x.clone()
+    for start, stop in rows:
+        x.narrow(dim, start, stop - start).zero_()
+    return x
+
+
+class _Keys:
+    """One rank's side of the rotation of K and V: what it holds at this step, and what it sends and receives."""
+
+    def __init__(self, plan: Plan, pass_: str, rank: int, k: Tensor, v: Tensor):
+        self._rank, self._k, self._v = rank, k, v
+        self._resident: dict[tuple[int, int], Block] = {}   # (owner, lane) -> block
+        self._arriving: dict[tuple[int, int], Block] = {}
+        batch, _, heads, head_dim = k.shape
+        self._pool = BufferPool((batch, heads, 2 * head_dim), k.dtype, k.device)
+        for step in range(_num_steps(plan, pass_)):
+            for message in plan.recvs(rank, step, pass_):
+                if message.kind == "kv":
+                    self._pool.reserve(("recv", message.lane, step % 2), count_rows(message.rows))
+
+    def outgoing(self, message: Message) -> Tensor:
+        slot = ("send", message.lane)
+        if message.owner == self._rank:
+            return pack(self._k, self._v, message.rows, self._pool.take(slot, count_rows(message.rows))).data
+        return self._resident[message.owner, message.lane].part(message.rows, self._pool, slot).data
+
+    def incoming(self, message: Message) -> Tensor:
+        # Two receive buffers per lane: one is read by this step's kernels while the other fills.
+        data = self._pool.take(("recv", message.lane, message.step % 2), count_rows(message.rows))
+        self._arriving[message.owner, message.lane] = Block(message.rows, data)
+        return data
+
+    def of(self, visit: Visit) -> tuple[Tensor, Tensor]:
+        """k, v [B, rows, Hkv, D] of a visit."""
+        if visit.is_own:
+            return self._k, self._v
+        return self._resident[visit.owner, visit.lane].part(visit.rows, self._pool, ("visit", visit.lane)).split()
+
+    def rows_of(self, owner: int, lane: int) -> Rows:
+        return self._resident[owner, lane].rows
+
+    @property
+    def resident(self) -> tuple[tuple[int, int], ...]:
+        return tuple(self._resident)
+
+    def advance(self) -> None:
+        self._resident, self._arriving = self._arriving, {}
+
+
+class _KeyGradients:
+    """One rank's side of the rotation of dK and dV (Note [dK and dV travel one step late]).
+
+    dk, dv: acc dtype [B, Sk, Hkv, D], the gradients of the rank's own keys; they never travel, what others computed is added.
+    """
+
+    def __init__(self, plan: Plan, rank: int, k: Tensor, dtype: torch.dtype):
+        self._rank = rank
+        self.dk, self.dv = (torch.empty(k.shape, dtype=dtype, device=k.device) for _ in range(2))
+        self._own_written = False
+        batch, _, heads, head_dim = k.shape
+        self._pool = BufferPool((batch, heads, 2 * head_dim), dtype, k.device)
+        self._partial: dict[tuple[int, int], Block] = {}    # this step's visits
+        self._sum: dict[tuple[int, int], Block] = {}        # last step's visits plus what arrived during that step: leaves now
+        self._arriving: list[tuple[tuple[int, int], Block]] = []
+        self._homing: list[Block] = []
+        for step in range(plan.num_backward_steps):
+            for visit in plan.visits(rank, step) if step < plan.num_steps else ():
+                if not visit.is_own:
+                    self._pool.reserve(("partial", visit.lane, step % 2), visit.num_rows)
+
+    def outgoing(self, message: Message) -> Tensor:
+        slot = ("send", message.dst == message.owner, message.lane)
+        held = self._sum.get((message.owner, message.lane))
+        if held is None:                                    # passed on unread, and nobody upstream read it either
+            return self._pool.take(slot, count_rows(message.rows)).zero_()
+        return held.part(message.rows, self._pool, slot).data
+
+    def incoming(self, message: Message) -> Tensor:
+        rows = count_rows(message.rows)
+        if message.owner == self._rank:
+            block = Block(message.rows, self._pool.take(("home", len(self._homing)), rows))
+            self._homing.append(block)
+        else:
+            block = Block(message.rows, self._pool.take(("recv", message.lane, message.step % 2), rows))
+            self._arriving.append(((message.owner, message.lane), block))
+        return block.data
+
+    def target(self, visit: Visit) -> tuple[Tensor, Tensor, bool]:
+        """dk, dv [B, rows, Hkv, D] that a visit writes, and whether it must add to what is there."""
+        if visit.is_own:
+            add, self._own_written = self._own_written, True
+            return self.dk, self.dv, add
+        key = (visit.owner, visit.lane)
+        add = key in self._partial
+        if not add:
+            data = self._pool.take(("partial", visit.lane, visit.step % 2), visit.num_rows)
+            self._partial[key] = Block(visit.rows, data)
+        return *self._partial[key].split(), add
+
+    def fold(self, step: int, keys: _Keys) -> None:
+        """After a step's wait: add what arrived, so that the sums can leave with the next batch."""
+        if step == 0 and not self._own_written:
+            self.dk.zero_()
+            self.dv.zero_()
+        for block in self._homing:
+            offset = 0
+            dk, dv = block.split()
+            for start, stop in block.rows:
+                rows = stop - start
+                self.dk[:, start:stop].add_(dk[:, offset:offset + rows])
+                self.dv[:, start:stop].add_(dv[:, offset:offset + rows])
+                offset += rows
+        self._sum = {}
+        for key in keys.resident:
+            rows = keys.rows_of(*key)
+            blocks = [block for arrived, block in self._arriving if arrived == key]
+            if key in self._partial:
+                blocks.insert(0, self._partial[key])
+            if not blocks:
+                continue
+            if blocks[0].rows != rows:                      # a sum over the whole block, as its first part does not span it
+                whole = Block(rows, self._pool.take(("whole", key[1], step % 2), count_rows(rows)).zero_())
+                blocks.insert(0, whole)
+            for block in blocks[1:]:
+                blocks[0].add(block)
+            self._sum[key] = blocks[0]
+        stray = {key for key, _ in self._arriving} - set(keys.resident)
+        if stray:
+            raise RuntimeError(f"ring plan: at step {step} rank {self._rank} received gradients of blocks it does not hold: {stray}")
+        self._partial, self._arriving, self._homing = {}, [], []
+
+
+def _num_steps(plan: Plan, pass_: str) -> int:
+    return plan.num_steps if pass_ == "forward" else plan.num_backward_steps
+
+
+def _visits(plan: Plan, rank: int, step: int) -> tuple[Visit, ...]:
+    return plan.visits(rank, step) if step < plan.num_steps else ()
+
+
+def forward(
+    plan: Plan, rank: int, q: Tensor, k: Tensor, v: Tensor, backend: Backend, exchange: Exchange, *, softmax_scale: float,
+    out: Tensor, lse: Tensor,
+) -> Waits:
+    """Attention of this rank's queries over all keys that they may see.
+
+    q [B, Sq, Hq, D], k, v [B, Sk, Hkv, D]: this rank's shards. OUT: out [B, Sq, Hq, D] input dtype, lse [B, Hq, Sq] acc dtype, natural
+    log; both are complete when the generator is exhausted. Rows that see nothing: 0 and -inf.
+    """
+    q = without_rows(q, plan.dead_q(rank))
+    k, v = (without_rows(x, plan.dead_k(rank)) for x in (k, v))
+    remaining = sum(len(_visits(plan, rank, step)) for step in range(plan.num_steps))
+    if remaining == 0:
+        out.zero_()
+        lse.fill_(float("-inf"))
+    # The running out is acc dtype; a single visit writes `out` directly and needs none.
+    state = torch.empty(q.shape, dtype=lse.dtype, device=q.device) if remaining > 1 else None
+    keys = _Keys(plan, "forward", rank, k, v)
+    first = True
+    for step in range(plan.num_steps):
+        pending = exchange.post(
+            step,
+            [(message, keys.outgoing(message)) for message in plan.sends(rank, step, "forward")],
+            [(message, keys.incoming(message)) for message in plan.recvs(rank, step, "forward")])
+        for visit in _visits(plan, rank, step):
+            remaining -= 1
+            backend.forward(
+                q, *keys.of(visit), intervals_of(plan, visit, q.device), softmax_scale=softmax_scale, state=state, lse=lse,
+                out=out if remaining == 0 else None, first=first)
+            first = False
+        if pending is not None:
+            yield pending
+        keys.advance()
+
+
+def backward(
+    plan: Plan, rank: int, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    backend: Backend, exchange: Exchange, *, softmax_scale: float, deterministic: bool, gradients: list[Tensor],
+) -> Waits:
+    """Gradients of this rank's q, k and v.
+
+    dout, q, out [B, Sq, Hq, D], k, v [B, Sk, Hkv, D], lse (merged) and dlse [B, Hq, Sq] or None. Appends dq, dk, dv, in the dtype of q
+    and contiguous, to `gradients` at its end. dq stays here in one acc dtype buffer; dk and dv are rounded once, at home.
+    """
+    dead_q, dead_k = plan.dead_q(rank), plan.dead_k(rank)
+    q, dout = without_rows(q, dead_q), without_rows(dout, dead_q)
+    k, v = (without_rows(x, dead_k) for x in (k, v))
+    if dlse is not None:
+        dlse = without_rows(dlse, dead_q, dim=2)
+    dtype = accumulate_dtype(q.dtype)
+    delta = backend.delta(dout, out, dlse)
+    dq = torch.empty(q.shape, dtype=dtype, device=q.device)
+    keys = _Keys(plan, "backward", rank, k, v)
+    grads = _KeyGradients(plan, rank, k, dtype)
+    first = True
+    for step in range(plan.num_backward_steps):
+        pending = exchange.post(
+            step,
+            [(m, (keys if m.kind == "kv" else grads).outgoing(m)) for m in plan.sends(rank, step, "backward")],
+            [(m, (keys if m.kind == "kv" else grads).incoming(m)) for m in plan.recvs(rank, step, "backward")])
+        for visit in _visits(plan, rank, step):
+            dk, dv, add = grads.target(visit)
+            backend.backward(
+                dout, q, *keys.of(visit), lse, delta, intervals_of(plan, visit, q.device), softmax_scale=softmax_scale,
+                dq=dq, dk=dk, dv=dv, accumulate_dq=not first, accumulate_dkv=add, deterministic=deterministic)
+            first = False
+        if pending is not None:
+            yield pending
+        grads.fold(step, keys)
+        keys.advance()
+    if first:
+        dq.zero_()
+    gradients.extend(x.to(q.dtype) for x in (dq, grads.dk, grads.dv))

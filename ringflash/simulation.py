@@ -1,0 +1,148 @@
+"""simulate(): every rank of a ring in this process, on global tensors. The same plan, loop and kernels as over a network."""
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringflash.arguments import Call, check_tensors, make_layout, make_layout_k, make_mask, refuse_later_options
+from ringflash.kernels.dispatch import Backend, accumulate_dtype, select
+from ringflash.layout import Layout
+from ringflash.mask import Mask
+from ringflash.ring import loop
+from ringflash.ring.exchange import check_exchange
+from ringflash.ring.loopback import Loopback, drive_all
+from ringflash.ring.plan import Plan, build_plan
+
+
+def simulate(
+    q: Tensor, k: Tensor, v: Tensor, *, cp_size: int, mask: Mask | None = None, layout: Layout | str = "zigzag",
+    softmax_scale: float | None = None, softcap: float = 0.0, sinks: Tensor | None = None, kernel: str = "auto",
+    exchange: str = "auto", deterministic: bool = False, return_lse: bool = False, rotate: str = "auto",
+    layout_k: Layout | str | None = None, causal: bool | None = None, window_size: tuple[int, int] | None = None,
+    cu_seqlens: Any = None, order: random.Random | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Ring attention over cp_size ranks that all live in this process: same plan, loop and kernels, and the same bits, as a real ring.
+
+    q [B, Sq, Hq, D], k, v [B, Sk, Hkv, D]: global tensors. Returns out [B, Sq, Hq, D], and with return_lse also lse [B, Hq, Sq]
+    (fp32, natural log), both differentiable, as one autograd node. A layout by name means Layout(name, S, cp_size), for any S;
+    layout_k=None is the layout of q, for the length of k. All other options are those of ring_attention; exchange is "auto", as nothing
+    leaves the process. order: steps the ranks in random order, which must not change a bit (for tests).
+
+    Raises ValueError, NotImplementedError or RuntimeError as ring_attention does.
+    """
+    refuse_later_options(softcap, sinks, rotate)
+    check_exchange(exchange)
+    if exchange != "auto":
+        raise ValueError(f"exchange={exchange!r}: simulate() runs in one process and uses no network; only 'auto' is valid")
+    call = Call(q, k, v, cp_size)
+    check_tensors(call)
+    given = make_mask(mask, causal, window_size, cu_seqlens)
+    full = make_layout(layout, q.shape[1], cp_size, "layout")
+    keys = make_layout_k(layout_k, full, k.shape[1], by_name=isinstance(layout, str))
+    for name, tensor, value in (("q", q, full), ("k", k, keys)):
+        if tensor.shape[1] != value.seq_len:
+            raise ValueError(f"{name} has {tensor.shape[1]} rows, but its layout has seq_len={value.seq_len}")
+    chosen = call.choose_mask(given, None if isinstance(layout, str) else full)
+    backend = select(kernel, device=q.device, dtype=q.dtype, head_dim=q.shape[3], deterministic=deterministic)
+    scale = q.shape[3] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    ring = SimulatedRing(build_plan(chosen, full, keys), full, keys, backend, scale, deterministic, order)
+    out, lse = _Simulate.apply(q, k, v, ring)
+    return (out, lse) if return_lse else out
+
+
+@dataclass
+class SimulatedRing:
+    """One call of simulate(). loopback: what carries the messages of a pass (tests put a defective one here)."""
+
+    plan: Plan
+    layout: Layout
+    layout_k: Layout
+    backend: Backend
+    softmax_scale: float
+    deterministic: bool = False
+    order: random.Random | None = None
+    loopback: type[Loopback] = Loopback
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Global q [B, Sq, Hq, D], k, v [B, Sk, Hkv, D] -> out [B, Sq, Hq, D] input dtype, lse [B, Hq, Sq] acc dtype."""
+        shared = self.loopback("forward")
+        shards, loops = [], []
+        for rank in range(self.plan.cp_size):
+            q_local = _take(q, self.layout, rank)
+            k_local, v_local = (_take(x, self.layout_k, rank) for x in (k, v))
+            out, lse = empty_outputs(q_local)
+            shards.append((out, lse))
+            loops.append(loop.forward(self.plan, rank, q_local, k_local, v_local, self.backend, shared.carrier(rank),
+                                      softmax_scale=self.softmax_scale, out=out, lse=lse))
+        drive_all(loops, self.order)
+        return self._join([out for out, _ in shards], self.layout), self._join([lse for _, lse in shards], self.layout, dim=2)
+
+    def backward(self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> list[Tensor]:
+        """Global dq, dk, dv in the input dtype."""
+        shared = self.loopback("backward")
+        shards: list[list[Tensor]] = []
+        loops = []
+        for rank in range(self.plan.cp_size):
+            dout_local, q_local, out_local = (_take(x, self.layout, rank) for x in (dout, q, out))
+            k_local, v_local = (_take(x, self.layout_k, rank) for x in (k, v))
+            lse_local, dlse_local = (None if x is None else _take(x, self.layout, rank, dim=2) for x in (lse, dlse))
+            shards.append([])
+            loops.append(loop.backward(
+                self.plan, rank, dout_local, dlse_local, q_local, k_local, v_local, out_local, lse_local, self.backend,
+                shared.carrier(rank), softmax_scale=self.softmax_scale, deterministic=self.deterministic, gradients=shards[rank]))
+        drive_all(loops, self.order)
+        return [self._join([shard[index] for shard in shards], self.layout if index == 0 else self.layout_k) for index in range(3)]
+
+    def _join(self, parts: list[Tensor], layout: Layout, dim: int = 1) -> Tensor:
+        if len(parts) == 1:
+            return parts[0]
+        shape = list(parts[0].shape)
+        shape[dim] = layout.seq_len
+        whole = torch.empty(shape, dtype=parts[0].dtype, device=parts[0].device)
+        for rank, part in enumerate(parts):
+            offset = 0
+            for start, stop, stride in layout.chunks(rank):
+                rows = len(range(start, stop, stride))
+                whole[(slice(None),) * dim + (slice(start, stop, stride),)] = part.narrow(dim, offset, rows)
+                offset += rows
+        return whole
+
+
+def empty_outputs(q: Tensor) -> tuple[Tensor, Tensor]:
+    """out [B, S, Hq, D] like q but contiguous, lse [B, Hq, S] in the accumulator dtype; contents undefined."""
+    batch, rows, heads, _ = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    return out, torch.empty((batch, heads, rows), dtype=accumulate_dtype(q.dtype), device=q.device)
+
+
+def _take(x: Tensor, layout: Layout, rank: int, dim: int = 1) -> Tensor:
+    """The rows of a rank: a view where they are one range of positions, else a copy."""
+    prefix = (slice(None),) * dim
+    parts = [x[prefix + (slice(start, stop, stride),)] for start, stop, stride in layout.chunks(rank)]
+    if not parts:
+        return x[prefix + (slice(0, 0),)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+
+
+class _Simulate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: SimulatedRing) -> tuple[Tensor, Tensor]:
+        out, lse = ring.forward(q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.ring = ring
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        if dout is None and dlse is None:
+            return None, None, None, None
+        if dout is None:
+            dout = torch.zeros_like(out)
+        return (*ctx.ring.backward(dout, dlse, q, k, v, out, lse), None)
