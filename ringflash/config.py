@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, List, Optional, get_type_hints  # noqa: UP035 - omegaconf 2.3 reads these forms on every Python
+from typing import Any, get_type_hints
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
 KERNELS = ("auto", "hopper", "triton", "cpu", "reference")
@@ -15,41 +15,42 @@ EXCHANGES = ("auto", "nccl", "gloo")
 OPTIMIZERS = ("adamw", "sgd")
 DTYPES = ("auto", "fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
-SOURCES = ("stdlib", "bytes")
 # What exists as a name and is still to be built: refused by name, so that nobody takes a typo for a missing feature.
 LATER = {"attention.layout": ("balanced", "auto"), "attention.exchange": ("copy",), "train.dtype": ("fp16",)}
 MAX_HEAD_DIM = 256
+NUM_TOKENS = 257  # ringflash.data.VOCAB_SIZE
 
 
 @dataclass
 class ModelConfig:
     """A Llama-style decoder (RMSNorm, RoPE, GQA, SwiGLU)."""
 
-    vocab_size: int = 256
+    vocab_size: int = 257
     dim: int = 128
     num_layers: int = 2
     num_heads: int = 4
     num_kv_heads: int = 2
-    head_dim: int = 32
     ffn_dim: int = 384
-    rope_theta: float = 10000.0
+    head_dim: int | None = None  # None: dim / num_heads
+    rope_base: float = 10000.0
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
-    loss_chunk: int = 1024  # tokens whose fp32 logits exist at one time
+    init_std: float = 0.02
+    loss_chunk_rows: int = 1024  # rows of fp32 logits that exist at a time
 
 
 @dataclass
 class DataConfig:
-    """What is read. `stdlib`: the running Python's own sources, byte by byte; `bytes`: the files under `path`, likewise."""
+    """Text, byte by byte, packed to seq_len."""
 
-    source: str = "stdlib"
-    path: Optional[str] = None  # noqa: UP007
-    pattern: str = "**/*"  # which files under a folder `path`
+    path: str | None = None  # a file, a glob or a folder; None: the running Python's own library
+    pattern: str = "**/*"  # which files under a folder
+    cache_dir: str = "outputs/cache"
     seq_len: int = 1024
     batch_size: int = 1  # sequences per micro-batch and dp rank
-    documents: bool = True  # attention stays inside documents; needs batch_size 1
-    heldout_fraction: float = 0.02  # of the sequences, for evaluation
-    max_bytes: Optional[int] = None  # noqa: UP007 - read no more text than this
+    document_mask: bool = True  # attention stays inside documents; needs batch_size 1
+    heldout_fraction: float = 0.05  # of the documents, for evaluation
+    max_bytes: int | None = None  # read no more text than this
 
 
 @dataclass
@@ -57,7 +58,7 @@ class AttentionConfig:
     layout: str = "zigzag"
     kernel: str = "auto"
     exchange: str = "auto"
-    window_size: List[int] = field(default_factory=lambda: [-1, -1])  # noqa: UP006 - (left, right), -1: unlimited
+    window_size: list[int] = field(default_factory=lambda: [-1, -1])  # (left, right), -1: unlimited
     deterministic: bool = False
 
 
@@ -67,7 +68,7 @@ class ParallelConfig:
 
     dp: int = 1
     cp: int = -1
-    nproc: Optional[int] = None  # noqa: UP007 - workers of a plain start; None: one per GPU, or one on CPU
+    nproc: int | None = None  # workers of a plain start; None: one per GPU, or one on CPU
     timeout_s: float = 600.0  # a collective that takes longer stops the run
 
 
@@ -100,7 +101,7 @@ class TrainConfig:
 class RunConfig:
     name: str = "run"
     root: str = "outputs"
-    dir: Optional[str] = None  # noqa: UP007 - None: a fresh folder <root>/<name>-<time>
+    dir: str | None = None  # None: a fresh folder <root>/<name>-<time>
     device: str = "auto"
     progress: bool = True
     plot: bool = True
@@ -215,39 +216,43 @@ def _one_of(key: str, value: str, valid: tuple[str, ...]) -> list[str]:
 
 def _model(cfg: Config) -> list[str]:
     m = cfg.model
-    keys = ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_dim", "loss_chunk")
-    problems = _at_least(cfg, 1, *(f"model.{key}" for key in keys)) + _positive(cfg, "model.rope_theta", "model.norm_eps")
+    keys = ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "loss_chunk_rows")
+    problems = _at_least(cfg, 1, *(f"model.{key}" for key in keys)) + _positive(cfg, "model.rope_base", "model.norm_eps", "model.init_std")
     if problems:
         return problems
     if m.num_heads % m.num_kv_heads:
         problems.append(f"model.num_kv_heads={m.num_kv_heads}: must divide model.num_heads={m.num_heads}; "
                         f"nearest: {nearest(m.num_kv_heads, divisors(m.num_heads))}")
-    if m.head_dim % 2 or m.head_dim > MAX_HEAD_DIM:
+    if m.head_dim is None and m.dim % m.num_heads:
+        problems.append(f"model.num_heads={m.num_heads}: must divide model.dim={m.dim} while model.head_dim is null; "
+                        f"nearest: {nearest(m.num_heads, divisors(m.dim))}")
+        return problems
+    head_dim, origin = m.head_dim, ""
+    if head_dim is None:
+        head_dim, origin = m.dim // m.num_heads, " (model.dim / model.num_heads)"
+    if head_dim < 2 or head_dim % 2 or head_dim > MAX_HEAD_DIM:
         valid = list(range(2, MAX_HEAD_DIM + 1, 2))
-        problems.append(f"model.head_dim={m.head_dim}: must be even (RoPE turns pairs) and at most {MAX_HEAD_DIM}; "
-                        f"nearest: {nearest(m.head_dim, valid)}")
+        problems.append(f"model.head_dim={head_dim}{origin}: must be even (RoPE turns pairs) and at most {MAX_HEAD_DIM}; "
+                        f"nearest: {nearest(head_dim, valid)}")
     return problems
 
 
 def _data(cfg: Config) -> list[str]:
     d = cfg.data
-    problems = _one_of("data.source", d.source, SOURCES)
-    if d.source == "bytes" and not d.path:
-        problems.append("data.path=null: data.source=bytes reads the file or folder named here")
-    if d.source == "stdlib" and d.path:
-        problems.append(f"data.path={d.path}: data.source=stdlib reads the Python library; for own files data.source=bytes")
     # One token gives no label: the label of a token is the next one.
-    problems += _at_least(cfg, 2, "data.seq_len") + _at_least(cfg, 1, "data.batch_size")
-    if d.documents and d.batch_size > 1:
-        problems.append(f"data.batch_size={d.batch_size}: packed documents (data.documents=true) need batch_size 1, since all "
+    problems = _at_least(cfg, 2, "data.seq_len") + _at_least(cfg, 1, "data.batch_size")
+    if d.path == "":
+        problems.append("data.path='': names no file; a file, a glob or a folder, e.g. data.path=my_texts (null: Python's library)")
+    if d.document_mask and d.batch_size > 1:
+        problems.append(f"data.batch_size={d.batch_size}: packed documents (data.document_mask=true) need batch_size 1, since all "
                         f"rows of a batch share one mask; nearest: 1, with train.accumulation={d.batch_size * cfg.train.accumulation}")
     if not 0 < d.heldout_fraction < 1:
-        problems.append(f"data.heldout_fraction={d.heldout_fraction}: a share of the sequences, above 0 and below 1")
+        problems.append(f"data.heldout_fraction={d.heldout_fraction}: a share of the documents, above 0 and below 1")
     if d.max_bytes is not None and d.max_bytes < 1:
         problems.append(f"data.max_bytes={d.max_bytes}: must be at least 1, or null for all of the text")
-    # Tokens are bytes.
-    if cfg.model.vocab_size < 256:
-        problems.append(f"model.vocab_size={cfg.model.vocab_size}: bytes are tokens 0..255; nearest: 256")
+    if cfg.model.vocab_size < NUM_TOKENS:
+        problems.append(f"model.vocab_size={cfg.model.vocab_size}: the tokens are 256 bytes and the start of a document; "
+                        f"nearest: {NUM_TOKENS}")
     return problems
 
 

@@ -1,0 +1,1 @@
+"""Hydra's search path: this folder as `pkg://ringflash.configs`. Read by `launch/` only."""

@@ -1,0 +1,237 @@
+"""Training, from one command to one run folder.
+
+    python launch/train.py experiment=quickstart            plain: checks everything, makes the run folder, starts the ranks
+    python launch/train.py -m train.seed=0,1,2 ...           a sweep: one job after the other, each with its own ranks
+    torchrun ... launch/train.py experiment=eight_gpus       under torchrun (or any launcher that sets RANK): is one rank
+
+Plain, this process never trains: it composes and validates the configuration, looks at the data, makes the folder, writes
+.hydra/ into it and starts torchrun with the composed configuration, so every rank reads the same one. Under torchrun the ranks
+compose for themselves, compare notes through the store, and rank 0 makes the folder that all of them use.
+"""
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+if __package__ in (None, "") and (Path(__file__).resolve().parents[1] / "pyproject.toml").is_file():
+    # A script's own folder comes first on the path, where train, check and bench would be top-level modules: use the checkout.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ringflash.config import Config, validate
+
+CONFIGS = "ringflash.configs"
+_RUN_FOLDER = "--run-folder"
+_USER_ERROR = 2
+
+
+def main(argv: list[str] | None = None) -> None:
+    """`argv`: Hydra's arguments (overrides and flags), without the program's name. Exits non-zero when anything failed."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    register_schema()
+    if "RANK" in os.environ:
+        sys.exit(worker(argv))
+    if _is_sweep(argv) and not any(a.startswith("hydra.sweep.dir=") for a in argv):
+        # The process id makes it unique: two sweeps may start in the same second.
+        argv.append(f"hydra.sweep.dir=${{run.root}}/sweep-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+    sys.argv = ["ringflash train", *argv]
+    try:
+        hydra.main(version_base="1.3", config_path=f"pkg://{CONFIGS}", config_name="train")(launch)()
+    except SystemExit as leaving:
+        for hint in misspelt(argv) if leaving.code == 1 else ():
+            print(f"ringflash train: {hint}", file=sys.stderr)
+        raise
+
+
+def register_schema() -> None:
+    """Hydra's `schema`: what is not a field of ringflash.config.Config is refused while composing."""
+    ConfigStore.instance().store(name="schema", node=Config)
+
+
+def misspelt(argv: list[str]) -> list[str]:
+    """For every override whose key does not exist, the keys that come closest. (Hydra has refused it already.)"""
+    known = _dotted(dataclasses.asdict(Config()))
+    groups = {key.split(".")[0] for key in known} | {"experiment", "debug"}
+    hints = []
+    for key in (a.split("=")[0].lstrip("+~") for a in argv if "=" in a and not a.startswith("-")):
+        if key not in known and key not in groups and not key.startswith("hydra"):
+            close = difflib.get_close_matches(key, [*known, *groups], n=2, cutoff=0.5)
+            hints.append(f"{key}: no such key; nearest: {' or '.join(close) or ', '.join(sorted(groups))}")
+    return hints
+
+
+def _dotted(values: dict, prefix: str = "") -> list[str]:
+    keys = []
+    for key, value in values.items():
+        keys += _dotted(value, f"{prefix}{key}.") if isinstance(value, dict) else [f"{prefix}{key}"]
+    return keys
+
+
+def launch(composed: DictConfig) -> float | None:
+    """One job in the parent: checks, makes the folder, runs the ranks. Returns the held-out loss (what a sweeper minimises)."""
+    try:
+        cfg = OmegaConf.to_object(composed)
+        nproc = num_workers(cfg)
+        validate(cfg, nproc)
+        check_world(cfg, nproc)
+        folder = parent_folder(cfg)
+    except (ValueError, OSError, OmegaConfBaseException) as error:
+        _refuse(str(error))
+    write_hydra_folder(folder, composed, OmegaConf.to_container(HydraConfig.get().overrides.task), HydraConfig.instance().cfg)
+    print(f"{nproc} rank{'s' if nproc > 1 else ''}, run folder {folder}", file=sys.stderr, flush=True)
+    code = run_torchrun(nproc, folder, cpu=_on_cpu(cfg))
+    if code:
+        print(f"ringflash train: failed (exit code {code}), see {folder}", file=sys.stderr, flush=True)
+        sys.exit(code if code > 0 else 128 - code)
+    summary = json.loads((folder / "summary.json").read_text())
+    return summary["heldout_loss"]
+
+
+def num_workers(cfg: Config) -> int:
+    """parallel.nproc, or one per GPU, or one on CPU."""
+    if cfg.parallel.nproc is not None:
+        return cfg.parallel.nproc
+    if cfg.run.device == "cpu":
+        return 1
+    import torch
+
+    return max(torch.cuda.device_count(), 1)
+
+
+def check_world(cfg: Config, num_local: int) -> None:
+    """What must be here before ranks start: cards, the kernel asked for by name, and the data. ValueError or OSError if not."""
+    from ringflash.train.trainer import open_data, select_kernel
+    from ringflash.train.world import pick_device
+
+    device = pick_device(cfg.run.device, num_local - 1)
+    if cfg.attention.kernel != "auto":
+        select_kernel(cfg, device)
+    open_data(cfg)
+
+
+def parent_folder(cfg: Config) -> Path:
+    """The run folder of this job: run.dir, or hydra's own (of a sweep's job, or set by hand), or a fresh one under run.root."""
+    from ringflash.train.startup import claim_run_folder, make_run_folder
+
+    hydra_dir = HydraConfig.get().runtime.output_dir
+    if cfg.run.dir is not None:
+        return claim_run_folder(cfg.run.dir).resolve()
+    if Path(hydra_dir) != Path.cwd():
+        return claim_run_folder(hydra_dir).resolve()
+    return make_run_folder(cfg.run.root, cfg.run.name).resolve()
+
+
+def write_hydra_folder(folder: Path, composed: DictConfig, overrides: list[str], hydra_cfg: DictConfig | None) -> None:
+    """<folder>/.hydra/{config,overrides,hydra}.yaml, the names Hydra itself uses."""
+    target = folder / ".hydra"
+    target.mkdir()
+    OmegaConf.save(composed, target / "config.yaml")
+    (target / "overrides.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(overrides)))
+    if hydra_cfg is not None:
+        (target / "hydra.yaml").write_text(OmegaConf.to_yaml(OmegaConf.masked_copy(hydra_cfg, "hydra")))
+
+
+def run_torchrun(nproc: int, folder: Path, *, cpu: bool) -> int:
+    """Starts the ranks and waits for them. SIGTERM and Ctrl-C reach them; returns torchrun's exit code."""
+    # A file where there is one to run, else the installed module.
+    checkout = (Path(__file__).resolve().parents[1] / "pyproject.toml").is_file()
+    target = [str(Path(__file__).resolve())] if checkout else ["-m", "ringflash.launch.train"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc), *target,
+               _RUN_FOLDER, str(folder)]
+    env = dict(os.environ)
+    if cpu:
+        # torchrun would give each rank one thread; the ranks share the cores evenly instead.
+        env.setdefault("OMP_NUM_THREADS", str(max(len(os.sched_getaffinity(0)) // nproc, 1)))
+    process = subprocess.Popen(command, env=env)
+    # Ctrl-C goes to the whole foreground group: torchrun handles it, this process only waits.
+    handlers = {signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: lambda signum, frame: process.send_signal(signum)}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        return process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def worker(argv: list[str]) -> int:
+    """One rank: agrees with the others on configuration and folder, then trains. Returns the exit code."""
+    from ringflash.train.loop import run
+    from ringflash.train.startup import StartError, agree, claim_run_folder, make_run_folder, rendezvous
+    from ringflash.train.world import leave_on_sigterm
+
+    leave_on_sigterm()
+    composed = cfg = error = None
+    given = Path(argv[1]) if argv[:1] == [_RUN_FOLDER] else None
+    try:
+        composed = OmegaConf.load(given / ".hydra" / "config.yaml") if given else compose(argv)
+        cfg = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), composed))
+        validate(cfg, int(os.environ["WORLD_SIZE"]))
+        check_world(cfg, int(os.environ.get("LOCAL_RANK", "0")) + 1)
+    except (ValueError, OSError, HydraException, OmegaConfBaseException) as problem:
+        error = str(problem)
+
+    def make_folder() -> Path:
+        if given:
+            return given
+        folder = claim_run_folder(cfg.run.dir) if cfg.run.dir else make_run_folder(cfg.run.root, cfg.run.name)
+        write_hydra_folder(folder, composed, argv, None)
+        return folder
+
+    timeout_s = cfg.parallel.timeout_s if cfg else 60.0
+    store, rank, world_size = rendezvous(timeout_s)
+    try:
+        folder = agree(store, rank, world_size, error=error, config=dataclasses.asdict(cfg) if cfg else None,
+                       make_folder=make_folder, timeout_s=timeout_s, speak=_complain)
+    except StartError:
+        return _USER_ERROR
+    if rank == 0 and not given:
+        print(f"{world_size} ranks, run folder {folder}", file=sys.stderr, flush=True)
+    return run(cfg, store=store, rank=rank, world_size=world_size, folder=folder)
+
+
+def compose(argv: list[str]) -> DictConfig:
+    """The configuration of these overrides, as a rank under torchrun composes it. Raises ValueError for a sweep."""
+    if _is_sweep(argv):
+        raise ValueError("-m / --multirun under torchrun: every rank would sweep by itself; start the sweep plainly, "
+                         "`python launch/train.py -m ...`, and each of its jobs starts its own torchrun")
+    flags = [a for a in argv if a.startswith("-")]
+    if flags:
+        raise ValueError(f"{' '.join(flags)}: under torchrun only overrides like train.steps=10 are taken")
+    with hydra.initialize_config_module(CONFIGS, version_base="1.3"):
+        return hydra.compose("train", overrides=argv)
+
+
+def _is_sweep(argv: list[str]) -> bool:
+    return any(a in ("-m", "--multirun") for a in argv)
+
+
+def _on_cpu(cfg: Config) -> bool:
+    from ringflash.train.world import pick_device
+
+    return pick_device(cfg.run.device, 0).type == "cpu"
+
+
+def _complain(message: str) -> None:
+    print(f"ringflash train: {message}", file=sys.stderr, flush=True)
+
+
+def _refuse(message: str) -> None:
+    _complain(message)
+    sys.exit(_USER_ERROR)
+
+
+if __name__ == "__main__":
+    main()

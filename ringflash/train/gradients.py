@@ -1,0 +1,58 @@
+"""The one place where gradients meet: summed over all ranks in fp32, measured, clipped."""
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+BUCKET_ELEMENTS = 16 * 2**20  # 64 MiB of fp32: large enough for full bandwidth, small beside the weights
+
+
+@torch.no_grad()
+def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None) -> None:
+    """Replaces every gradient by its sum over the ranks of `group`, added in fp32 in flat buckets; in place.
+
+    SUM, never a mean: the loss was already divided by the valid count of the whole optimizer step. A parameter that got no
+    gradient here (a rank whose labels are all ignored) counts as zeros, so all ranks send the same bytes.
+    """
+    for bucket in _buckets(parameters):
+        for parameter in bucket:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        if group is None:
+            continue
+        flat = torch.cat([parameter.grad.reshape(-1).float() for parameter in bucket])
+        dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=group)
+        for parameter, summed in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+            parameter.grad.copy_(summed.view_as(parameter))
+
+
+@torch.no_grad()
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The global L2 norm, fp64 scalar. Gradients are summed already, so every rank finds the same norm without asking."""
+    squares = [parameter.grad.double().square().sum() for parameter in parameters]
+    return torch.stack(squares).sum().sqrt()
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+    """Scales all gradients by max_norm / norm where the norm exceeds max_norm; max_norm 0 leaves them alone."""
+    if max_norm > 0 and norm > max_norm:
+        factor = float(max_norm / norm)
+        for parameter in parameters:
+            parameter.grad.mul_(factor)
+
+
+def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    bucket: list[nn.Parameter] = []
+    size = 0
+    for parameter in parameters:
+        if bucket and size + parameter.numel() > BUCKET_ELEMENTS:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(parameter)
+        size += parameter.numel()
+    if bucket:
+        yield bucket

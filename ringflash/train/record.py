@@ -1,0 +1,124 @@
+"""What a run leaves behind, written by rank 0 alone: metrics.jsonl, summary.json, loss.png, weights.pt, and what is shown."""
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from ringflash.config import Config
+
+
+class Recorder:
+    """Collects the figures of a run. With folder=None (every rank but 0) all of it does nothing."""
+
+    def __init__(self, folder: Path | None, cfg: Config):
+        self.folder = folder
+        self.train: list[dict] = []
+        self.evals: list[dict] = []
+        self.bar = None
+        self.file = None
+        if folder is not None:
+            # Line-buffered: what a killed run has measured is on disk.
+            self.file = open(folder / "metrics.jsonl", "w", buffering=1, encoding="utf-8")
+            self.bar = tqdm(total=cfg.train.steps, unit="step", dynamic_ncols=True, disable=not cfg.run.progress)
+        self.log_every, self.steps = cfg.train.log_every, cfg.train.steps
+
+    def step(self, row: dict) -> None:
+        """One optimizer step: {step, loss, lr, grad_norm, tokens, valid_tokens, tokens_per_s, time_s}."""
+        if self.folder is None:
+            return
+        self.train.append(row)
+        self.bar.update(1)
+        if row["step"] % self.log_every == 0 or row["step"] == self.steps:
+            self._write({"kind": "train", **row})
+            self.bar.set_postfix_str(f"loss {row['loss']:.4f}, {row['tokens_per_s']:,.0f} tokens/s", refresh=False)
+
+    def evaluation(self, row: dict) -> None:
+        """{step, heldout_loss, valid_tokens, time_s}."""
+        if self.folder is None:
+            return
+        self.evals.append(row)
+        self._write({"kind": "eval", **row})
+        if not self.bar.disable:
+            self.bar.write(f"step {row['step']}: held-out loss {row['heldout_loss']:.4f} ({row['valid_tokens']:,} tokens)")
+
+    def finish(self, summary: dict, *, plot: bool, unigram_nats: float) -> None:
+        """Writes summary.json and loss.png and prints the table."""
+        if self.folder is None:
+            return
+        self.close()
+        _write_atomically(self.folder / "summary.json", json.dumps(summary, indent=2).encode() + b"\n")
+        if plot:
+            plot_loss(self.folder / "loss.png", self.train, self.evals, unigram_nats)
+        print(table(summary), flush=True)
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.bar.close()
+            self.file.close()
+            self.file = None
+
+    def _write(self, row: dict) -> None:
+        self.file.write(json.dumps(row) + "\n")
+
+
+def table(summary: dict) -> str:
+    """The summary as aligned lines."""
+    def show(value) -> str:
+        if isinstance(value, float):
+            return f"{value:,.4f}" if abs(value) < 1000 else f"{value:,.0f}"
+        return f"{value:,}" if isinstance(value, int) else str(value)
+
+    width = max(len(key) for key in summary)
+    lines = [f"  {key.replace('_', ' '):<{width}}  {show(value)}" for key, value in summary.items()]
+    rule = "-" * max(map(len, lines))
+    return "\n".join([rule, *lines, rule])
+
+
+def plot_loss(path: Path, train: list[dict], evals: list[dict], unigram_nats: float) -> None:
+    """Loss over steps as a PNG, with the entropy that no model of single bytes can beat."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), dpi=120)
+    axes.plot([row["step"] for row in train], [row["loss"] for row in train], linewidth=1, label="training")
+    if evals:
+        axes.plot([row["step"] for row in evals], [row["heldout_loss"] for row in evals], "o-", markersize=4, label="held-out")
+    axes.axhline(unigram_nats, linestyle="--", linewidth=1, color="0.5", label="unigram entropy of the text")
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def save_weights(path: Path, model: nn.Module) -> None:
+    """The model's state_dict on the CPU; the file is whole or absent."""
+    state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+    part = path.with_name(path.name + ".part")
+    with open(part, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+
+
+def say(message: str) -> None:
+    """A line for the user, beside the progress bar."""
+    tqdm.write(message, file=sys.stderr)
+
+
+def _write_atomically(path: Path, content: bytes) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(content)
+    os.replace(part, path)

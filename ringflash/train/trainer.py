@@ -1,0 +1,163 @@
+"""One model on a dp x cp world: optimizer steps and evaluation, with the same meaning for every number of ranks.
+
+The loss of a step is the sum over its valid tokens divided once by their number, counted over all micro-batches and all ranks
+before the first backward. So each rank's backward gives its share of the true gradient, and the ranks' shares only have to be added.
+"""
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ringflash import Layout, Mask, ring_attention, shard_batch
+from ringflash.config import Config
+from ringflash.data import PackedDataset, find_source, load_corpus, unigram_entropy
+from ringflash.kernels import dispatch
+from ringflash.model import ModelConfig, Transformer
+from ringflash.sharding import ShardedBatch
+from ringflash.train.gradients import clip_gradients, gradient_norm, sum_gradients
+from ringflash.train.optim import build_optimizer, learning_rate
+from ringflash.train.world import World
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or the gradient norm of a step is inf or NaN. Every rank raises it in the same step, before the weights change."""
+
+
+@dataclass(frozen=True)
+class Data:
+    train: PackedDataset
+    heldout: PackedDataset
+    unigram_nats: float  # of the held-out text, under the byte frequencies of the training text
+
+
+@dataclass(frozen=True)
+class StepResult:
+    loss: float  # mean over the valid tokens of all ranks and micro-batches
+    grad_norm: float  # before clipping
+    lr: float
+    tokens: int  # of all ranks
+    valid_tokens: int
+
+
+def open_data(cfg: Config) -> Data:
+    """The text of the run, ready to read. Raises ValueError or OSError naming data.path for a missing, empty or too small one."""
+    source = find_source(cfg.data.path, pattern=cfg.data.pattern)
+    corpus = load_corpus(source, Path(cfg.data.cache_dir), heldout_fraction=cfg.data.heldout_fraction, max_bytes=cfg.data.max_bytes)
+
+    def packed(split, batch_size: int) -> PackedDataset:
+        return PackedDataset(split.tokens, split.doc_starts, cfg.data.seq_len, seed=cfg.train.seed, batch_size=batch_size,
+                             document_mask=cfg.data.document_mask, content=split.content)
+
+    entropy = unigram_entropy(corpus.heldout.tokens, counts_from=corpus.train.tokens)
+    return Data(packed(corpus.train, cfg.data.batch_size), packed(corpus.heldout, 1), entropy)
+
+
+def activation_dtype(cfg: Config, device: torch.device) -> torch.dtype:
+    """train.dtype; auto is fp32 on CPU and bf16 on GPU. Weights, gradients and optimizer state are fp32 either way."""
+    name = cfg.train.dtype
+    if name == "auto":
+        name = "bf16" if device.type == "cuda" else "fp32"
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
+
+
+def select_kernel(cfg: Config, device: torch.device) -> dispatch.Backend:
+    """The attention kernel of the run. Raises ValueError naming attention.kernel if it cannot run here."""
+    try:
+        return dispatch.select(cfg.attention.kernel, device=device, dtype=activation_dtype(cfg, device),
+                               head_dim=model_config(cfg).resolved_head_dim, deterministic=cfg.attention.deterministic)
+    except RuntimeError as error:
+        raise ValueError(f"attention.{error}") from error
+
+
+def model_config(cfg: Config) -> ModelConfig:
+    return ModelConfig(**dataclasses.asdict(cfg.model))
+
+
+class Trainer:
+    """Model, optimizer and the ring they run on. The same cfg and data give the same steps on every dp x cp, within rounding."""
+
+    def __init__(self, cfg: Config, world: World, data: Data):
+        self.cfg, self.world, self.data = cfg, world, data
+        attention = functools.partial(ring_attention, group=world.cp_group, kernel=cfg.attention.kernel,
+                                      exchange=cfg.attention.exchange, deterministic=cfg.attention.deterministic)
+        # Weights are a function of (seed, name, shape): equal on all ranks without a broadcast.
+        self.model = Transformer(model_config(cfg), attention, seed=cfg.train.seed).to(world.device)
+        self.parameters = list(self.model.parameters())
+        self.optimizer = build_optimizer(cfg.optim, self.parameters)
+        self.dtype = activation_dtype(cfg, world.device)
+
+    def train_step(self, step: int) -> StepResult:
+        """Optimizer step `step` (from 0). Raises NonFiniteError on all ranks, leaving the weights as they were."""
+        result = self.gradients(step)
+        clip_gradients(self.parameters, torch.tensor(result.grad_norm, dtype=torch.float64), self.cfg.optim.grad_clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = result.lr
+        self.optimizer.step()
+        return result
+
+    def gradients(self, step: int) -> StepResult:
+        """Forward and backward of step `step`: leaves in .grad the gradient of the step's mean loss, summed over all ranks."""
+        cfg, world = self.cfg, self.world
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        count = cfg.train.accumulation
+        shards = [
+            self.shard(self.data.train.batch(step, micro, world.dp_rank, num_micro_batches=count, dp_size=world.dp))
+            for micro in range(count)
+        ]
+        # Known before the first backward: micro-batches and ranks may hold very different numbers of valid tokens.
+        valid = self.count_valid(shards)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
+        for sharded in shards:
+            loss = self.loss_sum(sharded)
+            # A step without any valid token has loss 0 and gradient 0.
+            (loss / max(valid, 1)).backward()
+            loss_sum += loss.detach().double()
+        sum_gradients(self.parameters, world.group)
+        loss = world.sum(float(loss_sum))[0] / max(valid, 1)
+        norm = float(gradient_norm(self.parameters))
+        # Loss and norm are the same numbers on every rank, so all of them stop here or none does.
+        for name, value in (("loss", loss), ("gradient norm", norm)):
+            if not torch.isfinite(torch.tensor(value)):
+                raise NonFiniteError(f"step {step + 1}: the {name} is {value}; the weights are those of step {step}. A lower "
+                                     f"optim.lr={cfg.optim.lr:g} or a longer optim.warmup_steps={cfg.optim.warmup_steps} may help")
+        tokens = world.dp * count * cfg.data.batch_size * cfg.data.seq_len
+        return StepResult(loss, norm, learning_rate(cfg.optim, step, cfg.train.steps), tokens, valid)
+
+    @torch.no_grad()
+    def evaluate(self) -> tuple[float, int]:
+        """(mean held-out loss, valid tokens) over the first eval_sequences held-out samples, spread over dp; the same path as
+        training, and the same loss for every dp and cp."""
+        world, heldout = self.world, self.data.heldout
+        self.model.eval()
+        loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
+        valid = 0
+        for sample in range(world.dp_rank, min(self.cfg.train.eval_sequences, heldout.num_samples), world.dp):
+            sharded = self.shard(heldout.batch(sample, 0, 0, num_micro_batches=1, dp_size=1))
+            loss_sum += self.loss_sum(sharded).double()
+            valid += sharded.num_valid
+        # Every rank of a ring has the ring's count.
+        total, count = world.sum(float(loss_sum), valid)
+        return total / max(count / world.cp, 1), round(count / world.cp)
+
+    def shard(self, batch: dict) -> ShardedBatch:
+        """This rank's rows of a micro-batch of its ring; all ranks of the ring agree on mask, layout and batch here."""
+        attention = self.cfg.attention
+        mask = Mask(causal=True, window_size=tuple(attention.window_size), cu_seqlens=batch.get("cu_seqlens"))
+        layout = Layout(attention.layout, self.cfg.data.seq_len, self.world.cp, mask)
+        return shard_batch(batch, layout, group=self.world.cp_group, device=self.world.device)
+
+    def count_valid(self, shards: list[ShardedBatch]) -> int:
+        """Valid tokens of all micro-batches of all rings."""
+        # Each of the cp ranks of a ring reports the ring's count.
+        return round(self.world.sum(sum(sharded.num_valid for sharded in shards))[0]) // self.world.cp
+
+    def loss_sum(self, sharded: ShardedBatch) -> Tensor:
+        """Sum of the losses of this rank's valid tokens, a scalar; 0 (with gradient 0) where it has none."""
+        with torch.autocast(self.world.device.type, dtype=torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+            return self.model(sharded.tokens, sharded.positions, sharded.labels, layout=sharded.layout)

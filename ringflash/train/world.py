@@ -1,0 +1,126 @@
+"""The ranks of a run: device, dp x cp mesh, process groups, and how a rank leaves when it is told to stop."""
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib import import_module
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+@dataclass(frozen=True)
+class World:
+    """Where this rank stands. cp is the inner axis: the ranks of a ring follow each other, so a ring stays inside a host.
+
+    The groups are None in a world of one rank, and cp_group is None for rings of one rank: such a ring has no messages.
+    """
+
+    rank: int
+    world_size: int
+    dp: int
+    cp: int
+    device: torch.device
+    mesh: DeviceMesh | None = None
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // self.cp
+
+    @property
+    def cp_rank(self) -> int:
+        return self.rank % self.cp
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """All ranks, dp x cp: gradients and losses are summed over it."""
+        return dist.group.WORLD if self.world_size > 1 else None
+
+    @property
+    def cp_group(self) -> dist.ProcessGroup | None:
+        return self.mesh.get_group("cp") if self.mesh is not None and self.cp > 1 else None
+
+    @property
+    def dp_group(self) -> dist.ProcessGroup | None:
+        return self.mesh.get_group("dp") if self.mesh is not None and self.dp > 1 else None
+
+    def sum(self, *values: float) -> list[float]:
+        """The sums over all ranks, in fp64 and in one collective."""
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        if self.group is not None:
+            dist.all_reduce(total, group=self.group)
+        return total.tolist()
+
+
+def single(device: torch.device | str = "cpu") -> World:
+    return World(rank=0, world_size=1, dp=1, cp=1, device=torch.device(device))
+
+
+def connect(dp: int, cp: int, device: torch.device, *, timeout_s: float, store: dist.Store | None = None,
+            rank: int | None = None) -> World:
+    """Joins the process groups of a dp x cp world (gloo on CPU, NCCL on GPU) and warms every one of them up.
+
+    With a default group already there (tests), that one is used; else `store` and `rank` are needed.
+    """
+    world_size = dp * cp
+    if not dist.is_initialized():
+        if world_size == 1:
+            return World(rank=0, world_size=1, dp=1, cp=1, device=device)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        # device_id binds the communicator to the card at once: an error shows here, not in the first collective.
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s),
+                                device_id=device if device.type == "cuda" else None)
+    if dist.get_world_size() != world_size:
+        raise ValueError(f"dp * cp = {dp} * {cp} = {world_size}: the process group has {dist.get_world_size()} ranks")
+    mesh = init_device_mesh(device.type, (dp, cp), mesh_dim_names=("dp", "cp")) if world_size > 1 else None
+    world = World(rank=dist.get_rank(), world_size=world_size, dp=dp, cp=cp, device=device, mesh=mesh)
+    # A first point-to-point batch that only some ranks join is undefined: a collective on each group comes before it.
+    for group in (world.group, world.dp_group, world.cp_group):
+        if group is not None:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+    return world
+
+
+def pick_device(name: str, local_rank: int) -> torch.device:
+    """The device of a worker for run.device=auto | cpu | cuda. Raises ValueError where there is no such card."""
+    count = torch.cuda.device_count() if name != "cpu" else 0
+    if name == "cpu" or (name == "auto" and count == 0):
+        return torch.device("cpu")
+    if local_rank >= count:
+        raise ValueError(f"run.device={name}: local rank {local_rank} needs its own GPU, this machine has {count}; "
+                         f"nearest: {f'parallel.nproc={count}' if count else 'run.device=cpu'}")
+    return torch.device("cuda", local_rank)
+
+
+def leave_on_sigterm() -> None:
+    """On SIGTERM this process says where its ring stands and exits with 143.
+
+    A rank that waits for a peer that died sits inside a C call, where a Python signal handler never gets to run: a thread reads
+    the wake-up pipe instead, which the C-level handler writes at once.
+    """
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    signal.signal(signal.SIGTERM, lambda signum, frame: None)
+
+    def watch() -> None:
+        while True:
+            if signal.SIGTERM in os.read(read_end, 64):
+                print(f"rank {os.environ.get('RANK', '0')}: stopped by SIGTERM{_where()}", file=sys.stderr, flush=True)
+                os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=watch, name="ringflash-sigterm", daemon=True).start()
+
+
+def _where() -> str:
+    """What the ring's watchdog knows: step, hop and peer."""
+    try:
+        watchdog = import_module("ringflash.ring.watchdog")
+    except ModuleNotFoundError:
+        return ""
+    return f"; {watchdog.describe()}"
