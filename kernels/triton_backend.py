@@ -1,0 +1,120 @@
+"""The portable `triton` backend: plain `tl` kernels behind the interval contract, for any GPU that Triton supports and, for
+tests, its interpreter on CPU (TRITON_INTERPRET=1 before the first import).
+
+Shapes and semantics are those of `reference`. Not deterministic: dq with deterministic=False (fp32 atomics). Everything else
+is bitwise the same from run to run.
+"""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import triton_dq
+from .intervals import Intervals
+from .triton_backward import backward_kernel, backward_launch, exponent
+from .triton_forward import forward as _forward
+from .triton_support import INTERPRETED, require_rows_last, rows_last
+from .triton_tiles import arch_of, tile_for
+
+name = "triton"
+MAX_HEAD_DIM = 256
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def unavailable(device: torch.device, dtype: torch.dtype, head_dim: int, deterministic: bool) -> str | None:
+    """Why these kernels cannot run on this device, dtype and head_dim, or None. Every case has a deterministic variant."""
+    device = torch.device(device)
+    if dtype not in DTYPES:
+        return f"dtype {dtype}: supported are float16, bfloat16 and float32"
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        return f"head_dim {head_dim}: supported are 1 to {MAX_HEAD_DIM}"
+    if device.type == "cpu":
+        return None if INTERPRETED else "needs a GPU (on CPU only its interpreter: TRITON_INTERPRET=1)"
+    if device.type != "cuda":
+        return f"device {device.type}: needs a CUDA or ROCm GPU"
+    if not torch.cuda.is_available():
+        return "no GPU is available"
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+        return "needs compute capability 8.0 or later"
+    return None
+
+
+def _tile(x: Tensor, kind: str):
+    return tile_for("interpreter" if INTERPRETED else arch_of(x.device), x.shape[-1], kind, x.dtype)
+
+
+@torch.no_grad()
+def forward(
+    q: Tensor,  # IN    [B, Sq, Hq, D], any strides
+    k: Tensor,  # IN    [B, Sk, Hkv, D], any strides
+    v: Tensor,  # IN    [B, Sk, Hkv, D], any strides
+    intervals: Intervals,
+    *,
+    softmax_scale: float,
+    state: Tensor | None,  # INOUT [B, Sq, Hq, D] fp32, last stride 1
+    lse: Tensor,  # INOUT [B, Hq, Sq] fp32, natural log, last stride 1
+    out: Tensor | None,  # OUT   [B, Sq, Hq, D] input dtype, last stride 1
+    first: bool,
+) -> None:
+    """Fold one visit into (state, lse), or on the last visit into out. Rows that saw nothing give 0 and -inf.
+
+    first: state and lse are written, never read. out given: the last visit; state is then left as it was.
+    """
+    _forward(q, k, v, intervals, softmax_scale=softmax_scale, state=state, lse=lse, out=out, first=first, tile=_tile(q, "forward"))
+
+
+@torch.no_grad()
+def backward(
+    dout: Tensor,  # IN    [B, Sq, Hq, D], any strides
+    q: Tensor,  # IN    [B, Sq, Hq, D], any strides
+    k: Tensor,  # IN    [B, Sk, Hkv, D], any strides
+    v: Tensor,  # IN    [B, Sk, Hkv, D], any strides
+    lse: Tensor,  # IN    [B, Hq, Sq] fp32, merged, natural log
+    delta: Tensor,  # IN    [B, Hq, Sq] fp32
+    intervals: Intervals,
+    *,
+    softmax_scale: float,
+    dq: Tensor,  # OUT / INOUT [B, Sq, Hq, D] fp32, last stride 1
+    dk: Tensor,  # OUT / INOUT [B, Sk, Hkv, D] fp32, last stride 1
+    dv: Tensor,  # OUT / INOUT [B, Sk, Hkv, D] fp32, last stride 1
+    accumulate_dq: bool,
+    accumulate_dkv: bool,
+    deterministic: bool,
+) -> None:
+    """This visit's share of dq, dk, dv. Not accumulating: every row is written and nothing is read. Rows whose lse is -inf give
+    nothing. deterministic: no atomics, two kernels."""
+    for label, x in (("dq", dq), ("dk", dk), ("dv", dv)):
+        require_rows_last(label, x)
+    if 0 in q.shape or 0 in k.shape or intervals.is_empty:
+        _write_zeros(dq, dk, dv, accumulate_dq, accumulate_dkv)
+        return
+    dout, q, k, v = (rows_last(x) for x in (dout, q, k, v))
+    lse_log2, delta = exponent(rows_last(lse)), delta.contiguous()
+    tile = _tile(q, "backward")
+    separate = deterministic or tile.dq == "separate"
+    if separate:
+        tile = _tile(q, "dkv")
+    elif not accumulate_dq:
+        dq.zero_()  # the kernel adds
+    grid, arguments, options = backward_launch(
+        dout, q, k, v, lse_log2, delta, intervals.q_lo, intervals.q_hi, None if separate else dq, dk, dv, softmax_scale,
+        accumulate_dkv, tile)
+    backward_kernel[grid](**arguments, **options)
+    if separate:
+        grid, arguments, options = triton_dq.dq_launch(
+            dout, q, k, v, lse_log2, delta, intervals.k_lo, intervals.k_hi, dq, softmax_scale, accumulate_dq, _tile(q, "dq"))
+        triton_dq.dq_kernel[grid](**arguments, **options)
+
+
+def _write_zeros(dq: Tensor, dk: Tensor, dv: Tensor, accumulate_dq: bool, accumulate_dkv: bool) -> None:
+    if not accumulate_dq:
+        dq.zero_()
+    if not accumulate_dkv:
+        dk.zero_()
+        dv.zero_()
+
+
+@torch.no_grad()
+def delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
+    """rowsum(dout * out) - dlse: fp32 [B, Hq, Sq]. dout, out: [B, Sq, Hq, D], dlse [B, Hq, Sq], any strides."""
+    return triton_dq.delta(dout, out, dlse)

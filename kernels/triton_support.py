@@ -1,0 +1,156 @@
+"""Shared by the triton kernels: loading and storing tiles, dots, and what the host prepares for a launch."""
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+INTERPRETED: bool = triton.knobs.runtime.interpret  # read here, when the kernels are decorated, and never again
+LOG2_E = tl.constexpr(1.4426950408889634)
+ALIGNMENT_BYTES = 16  # of a tensor descriptor's base and strides
+
+
+@triton.jit
+def load_rows(
+    src,  # IN pointer to [B, S, H, D], or a descriptor of [B, H, S, D] with blocks [1, 1, ROWS, D_PAD]
+    batch,
+    head,
+    row0,
+    num_rows,  # S
+    stride_b,
+    stride_s,
+    stride_h,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D_PAD: tl.constexpr,
+    TMA: tl.constexpr,
+    TAIL: tl.constexpr,  # False: the caller knows that all rows exist
+):
+    """[ROWS, D_PAD] from row0 on; zeros past the last row and past HEAD_DIM."""
+    if TMA:
+        # block coordinates are int32, the hardware's addresses are 64-bit
+        return src.load([batch, head, row0, 0]).reshape([ROWS, D_PAD])
+    else:
+        # 64 bit: row * stride_s passes 2^31 at 174,763 rows of a fused 32-head buffer; batch and head likewise
+        rows = row0 + tl.arange(0, ROWS)
+        cols = tl.arange(0, D_PAD)
+        base = src + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
+        pointers = base + rows.to(tl.int64)[:, None] * stride_s + cols[None, :]
+        if TAIL and HEAD_DIM < D_PAD:
+            return tl.load(pointers, mask=(rows[:, None] < num_rows) & (cols[None, :] < HEAD_DIM), other=0.0)
+        elif TAIL:
+            return tl.load(pointers, mask=rows[:, None] < num_rows, other=0.0)
+        elif HEAD_DIM < D_PAD:
+            return tl.load(pointers, mask=cols[None, :] < HEAD_DIM, other=0.0)
+        else:
+            return tl.load(pointers)
+
+
+@triton.jit
+def tile_pointers(
+    dst,  # pointer to [B, S, H, D]
+    batch,
+    head,
+    row0,
+    num_rows,
+    stride_b,
+    stride_s,
+    stride_h,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D_PAD: tl.constexpr,
+):
+    """Pointers [ROWS, D_PAD] to a tile, and the mask of those inside the tensor."""
+    # 64 bit: row * stride_s, batch * stride_b (fp32 accumulators of 524,288 rows x 32 heads x 128 pass 2^31)
+    rows = row0 + tl.arange(0, ROWS)
+    cols = tl.arange(0, D_PAD)
+    base = dst + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
+    mask = rows[:, None] < num_rows
+    if HEAD_DIM < D_PAD:
+        mask = mask & (cols[None, :] < HEAD_DIM)
+    return base + rows.to(tl.int64)[:, None] * stride_s + cols[None, :], mask
+
+
+@triton.jit
+def dot(a, b, UPCAST: tl.constexpr):
+    """a @ b in fp32; products of fp32 inputs in full precision (the default would be TF32)."""
+    if UPCAST:
+        # the interpreter keeps bf16 as raw 16-bit integers and would multiply those
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def dot_add(a, b, acc, UPCAST: tl.constexpr):
+    """acc + a @ b, as `dot`."""
+    if UPCAST:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr, UPCAST: tl.constexpr):
+    """x as the operand of a dot with tensors of `dtype`."""
+    if UPCAST:
+        return x
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def section_of(pid, num_tiles, num_heads, section):
+    """(rank of the tile, head) of a program: sections of heads in turn, in each the first tile of all its heads first.
+
+    num_heads counts batches too. int32 throughout: the grid itself has fewer than 2^31 programs.
+    """
+    first = pid // (section * num_tiles) * section
+    heads = tl.minimum(section, num_heads - first)
+    within = pid - first * num_tiles
+    return within // heads, first + within % heads
+
+
+def rows_last(x: Tensor) -> Tensor:
+    """x [..., D] itself when neighbours in the last dim are neighbours in memory, else a contiguous copy."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def require_rows_last(name: str, x: Tensor) -> None:
+    """Raises ValueError for an output whose last stride is not 1 (it is written in place: no copy can stand in)."""
+    if x.stride(-1) != 1 and x.shape[-1] != 1:
+        raise ValueError(f"{name}: strides {x.stride()}, the last one must be 1")
+
+
+def strides(x: Tensor | None, names: tuple[int, ...] = (0, 1, 2)) -> tuple[int, ...]:
+    """The named strides in elements; 0 for a dim of size 1 (whose stride means nothing and would only cost a recompile)."""
+    if x is None:
+        return (0,) * len(names)
+    return tuple(0 if x.shape[i] == 1 else x.stride(i) for i in names)
+
+
+def describable(x: Tensor) -> bool:
+    """Whether a tensor descriptor may describe x [B, S, H, D]: rules of the hardware's tensor maps."""
+    size = x.element_size()
+    if 0 in x.shape or x.stride(3) != 1 or x.data_ptr() % ALIGNMENT_BYTES:
+        return False
+    # expanded dims (stride 0) go the pointer way: tensor maps want rising addresses
+    return all(n == 1 or (0 < s and s * size % ALIGNMENT_BYTES == 0 and s * size < 1 << 40)
+               for n, s in zip(x.shape[:3], x.stride()[:3]))
+
+
+def describe(x: Tensor, rows: int, width: int) -> TensorDescriptor:
+    """Descriptor of x [B, S, H, D] as [B, H, S, D] with blocks [1, 1, rows, width]; ends at the last real row and column,
+    past which loads give 0 and stores do nothing."""
+    b, s, h, d = x.shape
+    # the stride of a dim of size 1 is never used but must be legal
+    step_b, step_s, step_h = (x.stride(i) if x.shape[i] > 1 else ALIGNMENT_BYTES for i in range(3))
+    return TensorDescriptor(x, [b, h, s, d], [step_b, step_h, step_s, 1], [1, 1, rows, width])
+
+
+def section_heads(k: Tensor, num_groups: int, section_bytes: int) -> int:
+    """kv heads (over all batches, `num_groups` of them) whose k and v take about section_bytes together; at least 1."""
+    per_head = max(1, 2 * k.shape[1] * k.shape[3] * k.element_size())
+    return max(1, min(num_groups, section_bytes // per_head))
