@@ -79,9 +79,9 @@ class Plan:
     A rank that forwards rows it does not read forwards what it received, and zeros where nothing was received yet.
     """
 
-    def __init__(self, key: tuple, mask: Mask, layout: Layout, layout_k: Layout):
+    def __init__(self, key: tuple, mask: Mask, layout: Layout, layout_k: Layout, lanes: tuple[int, ...]):
         self.key = key
-        self.mask, self.layout, self.layout_k = mask, layout, layout_k
+        self.mask, self.layout, self.layout_k, self.lanes = mask, layout, layout_k, lanes
         self.cp_size = layout.cp_size
         self.num_steps = self.num_backward_steps = 1
         self._visits: dict[tuple[int, int], tuple[Visit, ...]] = {}
@@ -184,7 +184,7 @@ def build_plan(mask: Mask, layout: Layout, layout_k: Layout | None = None, *, la
 
 def _build(key: tuple, mask: Mask, layout: Layout, layout_k: Layout, lanes: tuple[int, ...]) -> Plan:
     size = layout.cp_size
-    plan = Plan(key, mask, layout, layout_k)
+    plan = Plan(key, mask, layout, layout_k, lanes)
     table = ranges.ShardTable([Runs(layout_k.chunks(rank)) for rank in range(size)])
     needs = []
     for rank in range(size):

@@ -1,0 +1,187 @@
+"""Shows a plan: who computes what in each step, what travels, how even the work is.
+
+    python -m ringflash.ring.show --seq-len 32 --cp-size 4 --layout zigzag --mask causal [--window-size 63 0] [--png out.png]
+"""
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from textwrap import fill
+
+from ringflash.layout import KINDS, Layout
+from ringflash.mask import Mask
+from ringflash.ring.message import Message
+from ringflash.ring.plan import PASSES, Plan, build_plan
+from ringflash.ring.ranges import RowRanges
+from ringflash.ring.routes import LANES, UP
+
+MASKS = ("causal", "full")
+_ARROWS = {1: "up", -1: "down"}
+
+
+def text(plan: Plan, pass_: str = "forward") -> str:
+    """The plan as a table with a summary. pass_: "forward", or "backward" to see the gradients travel too."""
+    rows = [("step", "rank", "reads", "rows", "pairs", "receives", "sends")]
+    for step in range(_num_steps(plan, pass_)):
+        for rank in range(plan.cp_size):
+            visits = plan.visits(rank, step)
+            recvs, sends = plan.recvs(rank, step, pass_), plan.sends(rank, step, pass_)
+            if not (visits or recvs or sends):
+                continue
+            rows.append((
+                str(step),
+                str(rank),
+                " ".join("own" if v.is_own else f"rank {v.owner}" for v in visits) or "-",
+                " ".join(_shorten(v.rows) for v in visits) or "-",
+                f"{plan.num_pairs(rank, step):,}",
+                "; ".join(_describe(m, "from", m.src) for m in recvs) or "-",
+                "; ".join(_describe(m, "to", m.dst) for m in sends) or "-",
+            ))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    lines.insert(1, "-" * max(len(line) for line in lines))
+    return "\n".join([title(plan), *lines, summary(plan)])
+
+
+def title(plan: Plan) -> str:
+    layout, layout_k = plan.layout, plan.layout_k
+    keys = "" if layout_k.geometry == layout.geometry else f", keys {layout_k.kind} of {layout_k.seq_len:,} tokens"
+    return f"{layout.kind}, {layout.seq_len:,} tokens on {plan.cp_size} ranks{keys}, {plan.mask!r}"
+
+
+def summary(plan: Plan) -> str:
+    """One line: bytes as a fraction of the full rotation, directions and why, how even the work is."""
+    moved = f"moves {plan.rotation_fraction:.2f} of the full rotation's bytes in {plan.num_steps - 1} hop{'s' * (plan.num_steps != 2)}"
+    return f"{moved}; {lanes_used(plan)}; {_evenness_text(plan)}"
+
+
+def lanes_used(plan: Plan) -> str:
+    """Which directions the plan uses, and why."""
+    sent = {lane: sum(m.num_rows for m in plan.messages("forward") if m.lane == lane) for lane in LANES}
+    used = [lane for lane in LANES if sent[lane]]
+    if not used:
+        return "nothing travels"
+    if len(used) == 2:
+        return f"both directions, each range the shorter way ({sent[UP]:,} rows up, {sent[-UP]:,} down)"
+    if len(plan.lanes) == 1:
+        return f"all {_ARROWS[used[0]]}, as demanded"
+    other = build_plan(plan.mask, plan.layout, plan.layout_k, lanes=(-used[0],)).rotation_fraction
+    return f"all {_ARROWS[used[0]]} (the other way: {other:.2f})"
+
+
+def evenness(plan: Plan) -> list[float]:
+    """Per forward step, the allowed pairs of the busiest rank over those of the mean rank (1.0 is even; 0.0 where nobody works)."""
+    result = []
+    for step in range(plan.num_steps):
+        pairs = [plan.num_pairs(rank, step) for rank in range(plan.cp_size)]
+        result.append(max(pairs) * plan.cp_size / sum(pairs) if sum(pairs) else 0.0)
+    return result
+
+
+def _evenness_text(plan: Plan) -> str:
+    totals = [sum(plan.num_pairs(rank, step) for step in range(plan.num_steps)) for rank in range(plan.cp_size)]
+    if not sum(totals):
+        return "no pair is allowed"
+    busiest = max(totals) * plan.cp_size / sum(totals)
+    waiting = sum(max(plan.num_pairs(rank, step) for rank in range(plan.cp_size)) for step in range(plan.num_steps))
+    steps = waiting * plan.cp_size / sum(totals)
+    return f"busiest rank {busiest:.2f}x the mean over all steps, {steps:.2f}x when each step waits for its busiest"
+
+
+def png(plan: Plan, path: str | Path) -> None:
+    """Draws the plan: a grid of ranks and steps, coloured by the owner of the block, shaded by the allowed pairs, with the rows
+    that leave each cell; below, how even each step is. Needs matplotlib."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    size, steps = plan.cp_size, plan.num_steps
+    figure = Figure(figsize=(min(max(9.0, 1.5 + 1.15 * steps), 40.0), min(max(4.0, 2.4 + 0.62 * size), 30.0)), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid, bars = figure.subplots(2, 1, sharex=True, height_ratios=(max(2.0, 0.62 * size), 1.2))
+    _draw_grid(plan, grid)
+    grid.set(xlim=(-0.5, steps - 0.5), ylim=(size - 0.5, -0.5), yticks=range(size), ylabel="rank")
+    grid.set_title(fill(title(plan), 100), fontsize=10)
+    grid.tick_params(length=0)
+    values = evenness(plan)
+    bars.bar(range(steps), values, width=0.7, color="#4c6a92")
+    for step, value in enumerate(values):
+        bars.annotate(f"{value:.2f}", (step, value), ha="center", va="bottom", fontsize=8)
+    bars.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
+    bars.set(xlabel="step", ylabel="pairs,\nmax / mean", xticks=range(steps), ylim=(0, 1.25 * max([1.0, *values])))
+    legend = "v, ^: rows of k, v that leave for the next, the previous rank; numbers in cells: allowed (query, key) pairs"
+    figure.supxlabel(fill(summary(plan), 110) + "\n" + legend, fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def _draw_grid(plan: Plan, axes) -> None:
+    from matplotlib import colormaps
+    from matplotlib.patches import Rectangle
+
+    palette = colormaps["tab10" if plan.cp_size <= 10 else "tab20"]
+    most = max((v.num_pairs for r in range(plan.cp_size) for s in range(plan.num_steps) for v in plan.visits(r, s)), default=0)
+    for rank in range(plan.cp_size):
+        for step in range(plan.num_steps):
+            visits = plan.visits(rank, step)
+            axes.add_patch(Rectangle((step - 0.46, rank - 0.44), 0.92, 0.88, facecolor="none", edgecolor="#cccccc", linewidth=0.6))
+            for i, visit in enumerate(visits):
+                shade = 0.12 + 0.78 * visit.num_pairs / most if visit.num_pairs else 0.0
+                left, width = step - 0.46 + 0.92 * i / len(visits), 0.92 / len(visits)
+                colour = palette(visit.owner % palette.N)
+                axes.add_patch(Rectangle((left, rank - 0.44), width, 0.88, facecolor=colour, alpha=shade))
+                axes.text(left + width / 2, rank - 0.08, f"kv {visit.owner}\n{_count(visit.num_pairs)}", ha="center", va="center", fontsize=7)
+            sent = [f"{'v' if m.lane > 0 else '^'} {_count(m.num_rows)}" for m in plan.sends(rank, step, "forward")]
+            axes.text(step, rank + 0.33, "  ".join(sent), ha="center", va="center", fontsize=6, color="#333333")
+
+
+def _num_steps(plan: Plan, pass_: str) -> int:
+    return plan.num_steps if pass_ == "forward" else plan.num_backward_steps
+
+
+def _describe(message: Message, preposition: str, rank: int) -> str:
+    kind = "" if message.kind == "kv" else "grad "
+    return f"{kind}{_shorten(message.rows)} of {message.owner} {preposition} {rank}"
+
+
+def _shorten(rows: RowRanges) -> str:
+    shown = ",".join(f"{start}:{stop}" for start, stop in rows[:2])
+    return f"{shown},..{rows[-1][1]}" if len(rows) > 2 else shown or "none"
+
+
+def _count(number: int) -> str:
+    for unit, name in ((10**9, "G"), (10**6, "M"), (10**4, "k")):
+        if number >= unit:
+            scale = 10**3 if name == "k" else unit
+            return f"{number / scale:.3g}{name}"
+    return str(number)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m ringflash.ring.show", description="Show the plan of a ring.")
+    parser.add_argument("--seq-len", type=int, required=True)
+    parser.add_argument("--cp-size", type=int, required=True)
+    parser.add_argument("--layout", choices=KINDS, default="zigzag")
+    parser.add_argument("--mask", choices=MASKS, default="causal")
+    parser.add_argument("--window-size", type=int, nargs=2, default=(-1, -1), metavar=("LEFT", "RIGHT"))
+    parser.add_argument("--cu-seqlens", type=int, nargs="+", help="document boundaries, from 0")
+    parser.add_argument("--seq-len-k", type=int, help="length of keys, when it differs (the ends are aligned)")
+    parser.add_argument("--layout-k", choices=KINDS, help="layout of keys, when it differs")
+    parser.add_argument("--pass", dest="pass_", choices=PASSES, default="forward")
+    parser.add_argument("--png", type=Path, help="also draw the plan into this file")
+    options = parser.parse_args(arguments)
+    try:
+        mask = Mask(causal=options.mask == "causal", window_size=tuple(options.window_size), cu_seqlens=options.cu_seqlens)
+        layout = Layout(options.layout, options.seq_len, options.cp_size)
+        layout_k = Layout(options.layout_k or options.layout, options.seq_len_k or options.seq_len, options.cp_size)
+        plan = build_plan(mask, layout, layout_k)
+    except ValueError as error:
+        parser.error(str(error))
+    print(text(plan, options.pass_))
+    if options.png is not None:
+        png(plan, options.png)
+        print(f"drawn: {options.png}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
