@@ -41,15 +41,21 @@ def make_mask(mask: Mask | None, causal: bool | None, window_size: Any, cu_seqle
                 cu_seqlens=cu_seqlens)
 
 
-def make_layout(layout: Layout | str, seq_len: int, cp_size: int, key: str) -> Layout:
-    """A layout by name for seq_len rows, or the value itself once it fits cp_size. `key` names the argument in errors."""
+def check_layout_argument(layout: Layout | str, key: str) -> None:
+    """Type and name of a layout. `key` names the argument in errors."""
     if isinstance(layout, str):
         check_kind(layout)
+    elif not isinstance(layout, Layout):
+        raise ValueError(f"{key}={layout!r}: must be a ringflash.Layout or one of {', '.join(KINDS)}")
+
+
+def make_layout(layout: Layout | str, seq_len: int, cp_size: int, key: str) -> Layout:
+    """A layout by name for seq_len rows, or the value itself once it fits cp_size. `key` names the argument in errors."""
+    check_layout_argument(layout, key)
+    if isinstance(layout, str):
         if seq_len == 0:
             raise ValueError(f"{key}={layout!r}: the sequence has no rows; a layout by name needs at least 1 row on each rank")
         return Layout(layout, seq_len, cp_size)
-    if not isinstance(layout, Layout):
-        raise ValueError(f"{key}={layout!r}: must be a ringflash.Layout or one of {', '.join(KINDS)}")
     if layout.cp_size != cp_size:
         raise ValueError(f"{key}.cp_size={layout.cp_size}: the ring has cp_size={cp_size}; make the Layout with cp_size={cp_size}")
     return layout

@@ -1,0 +1,154 @@
+"""Ranks agree before they exchange anything whose size they derive from their own arguments (Note [Agreement] in DESIGN.md).
+
+One collective of fixed size, which every rank must reach unconditionally: each states its arguments, or why it refuses its own,
+and all raise the same error, or none does.
+"""
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ringflash.mesh import rank_and_size, ring_group
+from ringflash.ring import watchdog
+from ringflash.ring.exchange import group_backends
+
+if TYPE_CHECKING:
+    from ringflash.layout import Layout
+
+_PAYLOAD_BYTES = 8192
+_VALUE_CHARS = 160
+_PROBLEM_CHARS = 1500
+_ERRORS = {error.__name__: error for error in (ValueError, NotImplementedError, RuntimeError)}
+# What a rank's own validation may raise; anything else is a bug and travels up as it is.
+REFUSALS = tuple(_ERRORS.values())
+
+
+@dataclass(frozen=True)
+class _Statement:
+    fields: dict[str, str]
+    problem: tuple[str, str] | None                         # (name of the error, text)
+    count: int
+
+
+def agree(
+    group: dist.ProcessGroup, what: str, fields: Mapping[str, object], *, problem: Exception | None = None, count: int = 0
+) -> list[int]:
+    """Compare `fields` over all ranks of the group; returns each rank's `count`, which may differ.
+
+    problem: why this rank refuses its own arguments. If any rank has one, or a field differs, every rank raises the same error, which
+    names who said or has what: of the class that the problems share, else ValueError. `what` begins its text.
+    """
+    name = None if problem is None else next(n for n, error in _ERRORS.items() if isinstance(problem, error))
+    if isinstance(problem, NotImplementedError):            # a RuntimeError too, by inheritance
+        name = "NotImplementedError"
+    stated = {key: _shorten(str(value)) for key, value in fields.items()}
+    own = _Statement(stated, None if problem is None else (name, str(problem)[:_PROBLEM_CHARS]), count)
+    statements = _gather(group, what, own)
+    text, error = _compare(what, statements)
+    if error is not None:
+        raise error(text) from problem
+    return [statement.count for statement in statements]
+
+
+def agree_layout(layout: Layout, group: Any, agreed: Mapping[str, object] | object | None = None, *,
+                 what: str = "Layout") -> str:
+    """Agree on a layout, its masks and whatever else `agreed` names; returns the token of what was agreed on.
+
+    agreed: a mapping of names to values (compared by their str), or any single value, or None.
+    """
+    group = ring_group(group)
+    problem = None
+    size = 1
+    try:
+        size = rank_and_size(group)[1]
+        if size != layout.cp_size:
+            raise ValueError(f"layout.cp_size={layout.cp_size}: the group has {size} ranks")
+    except ValueError as error:
+        if size == 1:
+            raise
+        problem = error
+    fields = layout_fields(layout)
+    if agreed is not None:
+        fields.update(agreed if isinstance(agreed, Mapping) else {"agree": agreed})
+    if size > 1:
+        agree(group, what, fields, problem=problem)
+    return token_of(fields)
+
+
+def layout_fields(layout: Layout, key: str = "layout") -> dict[str, object]:
+    """What identifies a layout and its masks."""
+    fields: dict[str, object] = {
+        f"{key}.kind": layout.kind, f"{key}.seq_len": layout.seq_len, f"{key}.cp_size": layout.cp_size,
+        f"{key}.ulysses_size": layout.ulysses_size}
+    for index, mask in enumerate(layout.masks):
+        fields[f"{key}.masks[{index}]"] = mask_field(mask)
+    return fields
+
+
+def mask_field(mask: object) -> str:
+    """A mask as text that differs when the mask does: its repr may leave out boundaries."""
+    return f"{mask!r} #{hashlib.sha256(mask.spec.numpy().tobytes()).hexdigest()[:12]}"
+
+
+def token_of(fields: Mapping[str, object]) -> str:
+    text = json.dumps({key: str(value) for key, value in fields.items()}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _shorten(value: str) -> str:
+    if len(value) <= _VALUE_CHARS:
+        return value
+    return f"{value[:_VALUE_CHARS - 20]}... #{hashlib.sha256(value.encode()).hexdigest()[:12]}"
+
+
+def _gather(group: dist.ProcessGroup, what: str, own: _Statement) -> list[_Statement]:
+    text = json.dumps([own.fields, own.problem, own.count]).encode()
+    if len(text) > _PAYLOAD_BYTES:
+        raise RuntimeError(f"{what}: the arguments to agree on take {len(text)} bytes, more than {_PAYLOAD_BYTES}")
+    # The host's own network where there is one: then no GPU needs to be waited for.
+    device = torch.device("cpu") if "cpu" in group_backends(group) else torch.device("cuda", torch.cuda.current_device())
+    rank, size = rank_and_size(group)
+    payload = torch.frombuffer(bytearray(text.ljust(_PAYLOAD_BYTES)), dtype=torch.uint8).to(device)
+    gathered = [torch.empty_like(payload) for _ in range(size)]
+    position = watchdog.Position(
+        "agreement", watchdog.next_call("agreement"), 0, f"cp rank {rank} (global rank {dist.get_rank()})",
+        (f"comparing the arguments of {what} with those of all {size} ranks",))
+    with watchdog.waiting(position):
+        try:
+            dist.all_gather(gathered, payload, group=group)
+            texts = [bytes(x.cpu().numpy()) for x in gathered]
+        except RuntimeError as error:
+            raise RuntimeError(f"{what}: {position.describe()} failed: {error}") from error
+    return [_Statement(fields, tuple(problem) if problem else None, count) for fields, problem, count in map(json.loads, texts)]
+
+
+def _compare(what: str, statements: Sequence[_Statement]) -> tuple[str, type[Exception] | None]:
+    problems: dict[str, list[int]] = {}
+    kinds = set()
+    for rank, statement in enumerate(statements):
+        if statement.problem is not None:
+            kinds.add(statement.problem[0])
+            problems.setdefault(statement.problem[1], []).append(rank)
+    lines = [text if len(ranks) == len(statements) else f"{_ranks(ranks)}: {text}" for text, ranks in problems.items()]
+    keys = dict.fromkeys(key for statement in statements for key in statement.fields)
+    # A rank that refused its arguments may have stated only some of them.
+    sound = [rank for rank, statement in enumerate(statements) if statement.problem is None]
+    for key in keys:
+        values: dict[str, list[int]] = {}
+        for rank in sound:
+            values.setdefault(statements[rank].fields.get(key, "absent"), []).append(rank)
+        if len(values) > 1:
+            lines.append(f"{key} differs: " + "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in values.items()))
+    if not lines:
+        return "", None
+    return f"{what}: " + " | ".join(lines), _ERRORS[kinds.pop()] if len(kinds) == 1 else ValueError
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"cp rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,215 @@
+"""The ring as two functional custom ops, one per direction: traced code sees shapes, names and spec tensors, never what a mask holds.
+
+Layouts and masks enter as their CPU spec tensors, which describe them completely: a new batch of documents is new data to a
+compiled graph, not a new constant, and nothing has to outlive the call. A group enters by its name.
+"""
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringflash.agreement import REFUSALS, agree, layout_fields, mask_field
+from ringflash.arguments import Call, check_tensors, make_layout, make_layout_k
+from ringflash.kernels.dispatch import Backend, accumulate_dtype, select
+from ringflash.layout import Layout
+from ringflash.mask import Mask
+from ringflash.mesh import group_by_name
+from ringflash.ring import loop, watchdog
+from ringflash.ring.exchange import DistributedExchange, check_carrier, check_exchange, warm_up
+from ringflash.ring.plan import Plan, build_plan
+
+# mask, layout, layout_k: specs, or None. causal, left, right: a mask in place of a spec (causal -1: none, 0, 1). (An int[] would be taken
+# for a list of tensors by torch's autograd wrapper when it is empty.) masks: specs of the masks that the layout allows.
+# layout_kind, layout_k_kind: a layout by its name where there is no spec; layout_k_kind "" is the layout of q.
+_RING_ARGUMENTS = (
+    "Tensor? mask, int causal, int left, int right, Tensor? layout, str layout_kind, Tensor[] masks, Tensor? layout_k, str layout_k_kind, "
+    "float softmax_scale, str group_name, str kernel, str exchange, bool deterministic, bool is_agreed")
+
+
+@dataclass(frozen=True)
+class RingArguments:
+    """Everything of a call but tensors that need gradients, as the ops take it, in their order."""
+
+    mask: Tensor | None
+    causal: int
+    left: int
+    right: int
+    layout: Tensor | None
+    layout_kind: str
+    masks: Sequence[Tensor]
+    layout_k: Tensor | None
+    layout_k_kind: str
+    softmax_scale: float
+    group_name: str
+    kernel: str
+    exchange: str
+    deterministic: bool
+    is_agreed: bool
+
+    def flatten(self) -> tuple:
+        return tuple(getattr(self, name) for name in self.__dataclass_fields__)
+
+
+@dataclass(frozen=True)
+class _Ring:
+    plan: Plan
+    layout: Layout
+    layout_k: Layout
+    mask: Mask
+    backend: Backend
+
+
+@lru_cache(maxsize=256)
+def _mask_of(spec: bytes) -> Mask:
+    return Mask.from_spec(torch.frombuffer(bytearray(spec), dtype=torch.int64))
+
+
+def _decode(spec: Tensor) -> Mask:
+    return _mask_of(spec.numpy().tobytes())
+
+
+@lru_cache(maxsize=256)
+def _layout_of(spec: tuple[int, ...], masks: tuple[Mask, ...] | None) -> Layout:
+    return Layout.from_spec(torch.tensor(spec, dtype=torch.int64), masks)
+
+
+def _resolve(q: Tensor, k: Tensor, v: Tensor, a: RingArguments, group: dist.ProcessGroup | None, rank: int, size: int) -> _Ring:
+    """Validate everything; the one place where the arguments of ring_attention become a plan and a kernel."""
+    check_exchange(a.exchange)
+    call = Call(q, k, v, size)
+    check_tensors(call)
+    by_name = a.layout is None
+    if by_name:
+        layout = make_layout(a.layout_kind, size * q.shape[1], size, "layout")
+    else:
+        layout = make_layout(_layout_of(tuple(a.layout.tolist()), tuple(_decode(m) for m in a.masks)), 0, size, "layout")
+    given_k = None if a.layout_k is None else _layout_of(tuple(a.layout_k.tolist()), None)
+    layout_k = make_layout_k(given_k or a.layout_k_kind or None, layout, size * k.shape[1], by_name)
+    for name, x, value in (("q", q, layout), ("k", k, layout_k)):
+        if x.shape[1] != value.shard_len(rank):
+            lengths = [value.shard_len(r) for r in range(size)]
+            raise ValueError(f"{name}: {x.shape[1]} local rows on cp rank {rank}, but its layout ({value.kind}, seq_len={value.seq_len}, "
+                             f"cp_size={size}) gives it {value.shard_len(rank)} (all ranks: {_brief(lengths)})")
+    given = _decode(a.mask) if a.mask is not None else None
+    if a.causal >= 0:
+        given = Mask(causal=bool(a.causal), window_size=(a.left, a.right))
+    mask = call.choose_mask(given, None if by_name else layout)
+    backend = select(a.kernel, device=q.device, dtype=q.dtype, head_dim=q.shape[3], deterministic=a.deterministic)
+    if size > 1:
+        check_carrier(a.exchange, group, q.device)
+    return _Ring(build_plan(mask, layout, layout_k), layout, layout_k, mask, backend)
+
+
+def _brief(lengths: list[int]) -> str:
+    shown = ", ".join(map(str, lengths[:8]))
+    return shown if len(lengths) <= 8 else f"{shown}, ..."
+
+
+def _fields(q: Tensor, k: Tensor, v: Tensor, a: RingArguments, ring: _Ring) -> dict[str, object]:
+    """What all ranks must share. Local rows are implied by the layouts."""
+    return {
+        "q.dtype": q.dtype, "q.device": q.device.type, "q [B, Hq, D]": (q.shape[0], q.shape[2], q.shape[3]),
+        "k [B, Hkv, D]": (k.shape[0], k.shape[2], k.shape[3]), "mask": mask_field(ring.mask), **layout_fields(ring.layout),
+        "layout_k": (ring.layout_k.kind, ring.layout_k.seq_len), "softmax_scale": a.softmax_scale, "kernel": ring.backend.name,
+        "exchange": a.exchange, "deterministic": a.deterministic, "needs gradients": _needs_gradients(q, k, v),
+    }
+
+
+def _needs_gradients(*tensors: Tensor) -> bool:
+    # A rank that runs no backward leaves the others waiting in theirs.
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+@torch.library.custom_op(
+    "ringflash::attention_forward", mutates_args=(), schema=f"(Tensor q, Tensor k, Tensor v, {_RING_ARGUMENTS}) -> (Tensor, Tensor)")
+def attention_forward(q, k, v, *arguments):
+    """q [B, S_local, Hq, D], k, v [B, Sk_local, Hkv, D] -> out like q (contiguous), lse [B, Hq, S_local] acc dtype."""
+    a = RingArguments(*arguments)
+    group, rank, size = group_by_name(a.group_name)
+    ring = problem = None
+    try:
+        ring = _resolve(q, k, v, a, group, rank, size)
+    except REFUSALS as error:
+        problem = error
+    if size > 1 and not a.is_agreed:
+        # Unconditional: a check that some rank may skip is a hang.
+        agree(group, "ring_attention", {} if ring is None else _fields(q, k, v, a, ring), problem=problem)
+    elif problem is not None:
+        raise problem
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulate_dtype(q.dtype), device=q.device)
+    loop.drive(loop.forward(ring.plan, rank, q, k, v, ring.backend, _carrier(group, size, "forward", q.device),
+                            softmax_scale=a.softmax_scale, out=out, lse=lse))
+    return out, lse
+
+
+@torch.library.custom_op(
+    "ringflash::attention_backward", mutates_args=(),
+    schema="(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+           f"{_RING_ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
+def attention_backward(dout, dlse, q, k, v, out, lse, *arguments):
+    """dout, out like q, lse and dlse [B, Hq, S_local] -> dq, dk, dv like q, k, v (contiguous). The forward agreed on everything."""
+    a = RingArguments(*arguments)
+    group, rank, size = group_by_name(a.group_name)
+    ring = _resolve(q, k, v, a, group, rank, size)
+    gradients: list[Tensor] = []
+    loop.drive(loop.backward(
+        ring.plan, rank, dout, dlse, q, k, v, out, lse, ring.backend, _carrier(group, size, "backward", q.device),
+        softmax_scale=a.softmax_scale, deterministic=a.deterministic, gradients=gradients))
+    return tuple(gradients)
+
+
+class _NoExchange:
+    """One rank: nothing to post."""
+
+    def post(self, step, sends, recvs):
+        return None
+
+
+def _carrier(group: dist.ProcessGroup | None, size: int, pass_: str, device: torch.device) -> Any:
+    if size == 1:
+        return _NoExchange()
+    warm_up(group, device)
+    return DistributedExchange(group, pass_, watchdog.next_call(pass_))
+
+
+@attention_forward.register_fake
+def _(q, k, v, *arguments):
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulate_dtype(q.dtype))
+    return q.new_empty(q.shape), lse
+
+
+@attention_backward.register_fake
+def _(dout, dlse, q, k, v, out, lse, *arguments):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+_TENSORS = ("mask", "layout", "layout_k")
+
+
+def _setup_context(ctx, inputs, output):
+    q, k, v, *arguments = inputs
+    a = RingArguments(*arguments)
+    # Tensors have to be saved as such: those of a traced call live in its graph.
+    ctx.save_for_backward(q, k, v, *output, *(getattr(a, name) for name in _TENSORS), *a.masks)
+    ctx.plain = {name: getattr(a, name) for name in a.__dataclass_fields__ if name not in (*_TENSORS, "masks")}
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dout, dlse):
+    q, k, v, out, lse, mask, layout, layout_k, *masks = ctx.saved_tensors
+    if dout is None and dlse is not None:
+        dout = torch.zeros_like(out)
+    a = RingArguments(mask=mask, layout=layout, layout_k=layout_k, masks=masks, **ctx.plain)
+    # No gradient for a list of tensors is a list of Nones; for an empty list, an empty one.
+    nothing = tuple([None] * len(masks) if name == "masks" else None for name in a.__dataclass_fields__)
+    if dout is None and dlse is None:
+        return None, None, None, *nothing
+    return *attention_backward(dout, dlse, q, k, v, out, lse, *a.flatten()), *nothing
+
+
+attention_forward.register_autograd(_backward, setup_context=_setup_context)
