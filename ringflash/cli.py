@@ -23,3 +23,7 @@ def main(argv: list[str] | None = None) -> None:
         print(problem + usage, file=sys.stderr)
         sys.exit(2)
     sys.exit(import_module(f"ringflash.launch.{argv[0]}").main(argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -158,9 +158,11 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def nearest(value: float, valid: list[int], count: int = 2) -> str:
-    """The valid values closest to `value`, in rising order, as text."""
-    return " or ".join(str(v) for v in sorted(sorted(set(valid), key=lambda v: (abs(v - value), v))[:count]))
+def nearest(value: float, valid: list[int]) -> str:
+    """The valid values next below (or at) and next above `value`, as text."""
+    below = max((v for v in valid if v <= value), default=None)
+    above = min((v for v in valid if v > value), default=None)
+    return " or ".join(str(v) for v in (below, above) if v is not None)
 
 
 def _degrees(parallel: ParallelConfig, world_size: int) -> tuple[str, tuple[int, int]]:

@@ -7,11 +7,13 @@ import sys
 import threading
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib import import_module
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringflash.mesh import make_mesh
+from ringflash.ring import watchdog
 
 
 @dataclass(frozen=True)
@@ -75,9 +77,9 @@ def connect(dp: int, cp: int, device: torch.device, *, timeout_s: float, store: 
         # device_id binds the communicator to the card at once: an error shows here, not in the first collective.
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s),
                                 device_id=device if device.type == "cuda" else None)
-    if dist.get_world_size() != world_size:
+    elif dist.get_world_size() != world_size:
         raise ValueError(f"dp * cp = {dp} * {cp} = {world_size}: the process group has {dist.get_world_size()} ranks")
-    mesh = init_device_mesh(device.type, (dp, cp), mesh_dim_names=("dp", "cp")) if world_size > 1 else None
+    mesh = make_mesh(dp, cp, device.type) if world_size > 1 else None
     world = World(rank=dist.get_rank(), world_size=world_size, dp=dp, cp=cp, device=device, mesh=mesh)
     # A first point-to-point batch that only some ranks join is undefined: a collective on each group comes before it.
     for group in (world.group, world.dp_group, world.cp_group):
@@ -111,16 +113,7 @@ def leave_on_sigterm() -> None:
     def watch() -> None:
         while True:
             if signal.SIGTERM in os.read(read_end, 64):
-                print(f"rank {os.environ.get('RANK', '0')}: stopped by SIGTERM{_where()}", file=sys.stderr, flush=True)
+                print(f"rank {os.environ.get('RANK', '0')}: stopped by SIGTERM; {watchdog.describe()}", file=sys.stderr, flush=True)
                 os._exit(128 + signal.SIGTERM)
 
     threading.Thread(target=watch, name="ringflash-sigterm", daemon=True).start()
-
-
-def _where() -> str:
-    """What the ring's watchdog knows: step, hop and peer."""
-    try:
-        watchdog = import_module("ringflash.ring.watchdog")
-    except ModuleNotFoundError:
-        return ""
-    return f"; {watchdog.describe()}"

@@ -1,0 +1,104 @@
+"""Each cross-field rule: the dotted key with its value, the rule with its numbers, the nearest valid values."""
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from ringflash.config import Config, from_dict, parallel_degrees, validate
+
+
+def changed(**values) -> Config:
+    """A default Config with dotted keys replaced: model__dim=3 is model.dim=3."""
+    cfg = Config()
+    for name, value in values.items():
+        group, key = name.split("__")
+        setattr(getattr(cfg, group), key, value)
+    return cfg
+
+
+RULES = [
+    (dict(model__num_kv_heads=3), 1, "model.num_kv_heads=3: must divide model.num_heads=4; nearest: 2 or 4"),
+    (dict(model__dim=0), 1, "model.dim=0: must be at least 1; nearest: 1"),
+    (dict(model__dim=130), 1, "model.num_heads=4: must divide model.dim=130 while model.head_dim is null; nearest: 2 or 5"),
+    (dict(model__head_dim=33), 1, "model.head_dim=33: must be even (RoPE turns pairs) and at most 256; nearest: 32 or 34"),
+    (dict(model__head_dim=300), 1, "model.head_dim=300: must be even (RoPE turns pairs) and at most 256; nearest: 256"),
+    (dict(model__dim=1028), 1, "model.head_dim=257 (model.dim / model.num_heads): must be even"),
+    (dict(model__rope_base=float("nan")), 1, "model.rope_base=nan: must be a finite number above 0"),
+    (dict(model__vocab_size=256), 1, "model.vocab_size=256: the tokens are 256 bytes and the start of a document; nearest: 257"),
+    (dict(data__seq_len=1), 1, "data.seq_len=1: must be at least 2; nearest: 2"),
+    (dict(data__batch_size=4, train__accumulation=2), 1, "data.batch_size=4: packed documents (data.document_mask=true) need "
+     "batch_size 1, since all rows of a batch share one mask; nearest: 1, with train.accumulation=8"),
+    (dict(data__heldout_fraction=0.0), 1, "data.heldout_fraction=0.0: a share of the documents, above 0 and below 1"),
+    (dict(data__path=""), 1, "data.path='': names no file"),
+    (dict(data__max_bytes=0), 1, "data.max_bytes=0: must be at least 1, or null"),
+    (dict(attention__layout="zig-zag"), 1, "attention.layout=zig-zag: valid: contiguous, zigzag, striped"),
+    (dict(attention__layout="balanced"), 1, "attention.layout=balanced: is not built yet; valid: contiguous, zigzag, striped"),
+    (dict(attention__kernel="flash"), 1, "attention.kernel=flash: valid: auto, hopper, triton, cpu, reference"),
+    (dict(attention__exchange="copy"), 1, "attention.exchange=copy: is not built yet; valid: auto, nccl, gloo"),
+    (dict(attention__exchange="nccl", run__device="cpu"), 1, "attention.exchange=nccl: run.device=cpu has no NCCL"),
+    (dict(attention__window_size=[4]), 1, "attention.window_size=[4]: two numbers, [left, right]; e.g. [4,0]"),
+    (dict(attention__window_size=[-2, 0]), 1, "attention.window_size=[-2, 0]: each is at least 0, or -1 for unlimited; nearest: [-1,0]"),
+    (dict(attention__window_size=[8, 3]), 1, "attention.window_size=[8, 3]: attention is causal, so right is 0 or -1; nearest: [8,0]"),
+    (dict(parallel__dp=3, parallel__cp=-1), 8, "parallel.dp=3: must divide the world size 8 to leave cp whole ranks; nearest: 2 or 4"),
+    (dict(parallel__dp=-1, parallel__cp=5), 8, "parallel.cp=5: must divide the world size 8 to leave dp whole ranks; nearest: 4 or 8"),
+    (dict(parallel__dp=2, parallel__cp=3), 8, "parallel.dp=2, parallel.cp=3: dp * cp must be the world size, 2 * 3 = 6 is not 8; "
+     "nearest: parallel.dp=2 parallel.cp=4 or parallel.dp=4 parallel.cp=2 (or start 6 ranks)"),
+    (dict(parallel__dp=-1, parallel__cp=-1), 8, "parallel.dp=-1, parallel.cp=-1: only one of them can be what is left"),
+    (dict(parallel__cp=0), 8, "parallel.cp=0: a degree is at least 1, or -1 for what is left of 8 ranks"),
+    (dict(parallel__nproc=0), 8, "parallel.nproc=0: workers of a plain start, at least 1"),
+    (dict(parallel__timeout_s=0.0), 1, "parallel.timeout_s=0.0: must be a finite number above 0"),
+    (dict(optim__name="adam"), 1, "optim.name=adam: valid: adamw, sgd"),
+    (dict(optim__lr=-1.0), 1, "optim.lr=-1.0: must be a finite number above 0"),
+    (dict(optim__beta2=1.0), 1, "optim.beta2=1.0: must lie in [0, 1)"),
+    (dict(optim__momentum=0.9), 1, "optim.momentum=0.9: taken by optim.name=sgd only; adamw has optim.beta1=0.9"),
+    (dict(optim__warmup_steps=200), 1, "optim.warmup_steps=200: must not exceed train.steps=100; nearest: 100"),
+    (dict(optim__min_lr_ratio=2.0), 1, "optim.min_lr_ratio=2.0: must lie in [0, 1]"),
+    (dict(optim__grad_clip=-1.0), 1, "optim.grad_clip=-1.0: must be at least 0; nearest: 0"),
+    (dict(train__steps=0), 1, "train.steps=0: must be at least 1; nearest: 1"),
+    (dict(train__accumulation=0), 1, "train.accumulation=0: must be at least 1; nearest: 1"),
+    (dict(train__dtype="fp16"), 1, "train.dtype=fp16: is not built yet; valid: auto, fp32, bf16"),
+    (dict(run__device="tpu"), 1, "run.device=tpu: valid: auto, cpu, cuda"),
+    (dict(run__name="a/b"), 1, "run.name='a/b': becomes the name of a folder"),
+]
+
+
+@pytest.mark.parametrize(("values", "world_size", "message"), RULES, ids=[str(r[0]) for r in RULES])
+def test_a_broken_rule_names_key_value_rule_and_nearest_values(values, world_size, message):
+    with pytest.raises(ValueError) as caught:
+        validate(changed(**values), world_size)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value), "one broken rule is one line"
+
+
+def test_every_broken_rule_is_told_at_once():
+    with pytest.raises(ValueError) as caught:
+        validate(changed(model__num_kv_heads=3, train__steps=-1, parallel__cp=7), 4)
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == [
+        "parallel.dp=1, parallel.cp=7", "model.num_kv_heads=3", "train.steps=-1"]
+
+
+@pytest.mark.parametrize(("dp", "cp", "world_size", "expected"), [
+    (1, -1, 8, (1, 8)), (-1, 1, 8, (8, 1)), (2, -1, 8, (2, 4)), (-1, 2, 8, (4, 2)), (2, 3, 6, (2, 3)), (1, -1, 1, (1, 1)),
+])
+def test_minus_one_is_what_is_left(dp, cp, world_size, expected):
+    assert parallel_degrees(changed(parallel__dp=dp, parallel__cp=cp), world_size) == expected
+    assert validate(changed(parallel__dp=dp, parallel__cp=cp), world_size) == expected
+
+
+def test_any_length_is_valid_on_any_ring():
+    # No padding: shards may differ by a row, or be empty.
+    for seq_len in (2, 3, 7, 1021):
+        assert validate(changed(data__seq_len=seq_len), 8) == (1, 8)
+
+
+def test_a_configuration_survives_the_way_through_plain_values():
+    cfg = changed(model__dim=64, attention__window_size=[7, 0], data__path="x")
+    assert from_dict(dataclasses.asdict(cfg)) == cfg
+    with pytest.raises(ValueError, match=r"^model\.dmodel: no such key; model\. has "):
+        from_dict({"model": {"dmodel": 3}})
+
+
+def test_configuration_needs_neither_torch_nor_hydra():
+    code = "import sys, ringflash.config; assert not {'torch', 'numpy', 'hydra', 'omegaconf'} & set(sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=__file__.rsplit("/tests/", 1)[0]).returncode == 0
