@@ -142,9 +142,10 @@ def missing_pairs(rows: Iterable[Mapping], axes: Mapping[str, Sequence]) -> list
 
 
 def pairwise_cells(kernel: str, *, dtypes: Sequence[str], seq_lens: Sequence[int], head_dims: Sequence[int],
-                   cp_sizes: Sequence[int] = CP_SIZES) -> list[Cell]:
+                   cp_sizes: Sequence[int] = CP_SIZES, masks: Sequence[str] = MASKS, layouts: Sequence[str] = LAYOUTS,
+                   ratios: Sequence[int] = RATIOS) -> list[Cell]:
     """A subset of the matrix in which every pair of values of every two axes occurs; raises RuntimeError should one be missing."""
-    axes = {"mask": MASKS, "cp_size": cp_sizes, "ratio": RATIOS, "layout": LAYOUTS, "dtype": dtypes, "seq_len": seq_lens,
+    axes = {"mask": masks, "cp_size": cp_sizes, "ratio": ratios, "layout": layouts, "dtype": dtypes, "seq_len": seq_lens,
             "head_dim": head_dims, "deterministic": (False, True)}
     rows = pairwise(axes)
     if missing := missing_pairs(rows, axes):

@@ -14,7 +14,7 @@ import random
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -50,7 +50,7 @@ class RingJob:
 
 
 def run_ring(cells: Sequence[Cell], num_processes: int, *, device_type: str, delay_ms: float = 0.0,
-             timeout_s: float = 600.0) -> list[dict[str, torch.Tensor]]:
+             timeout_s: float = 600.0, say: Callable[[str], None] = lambda text: None) -> list[dict[str, torch.Tensor]]:
     """Computes the cells (their cp_size is num_processes) on a ring of processes; per cell the global out, lse, dq, dk, dv (CPU).
 
     Raises RingFailure when a rank fails or the ring is not done within timeout_s; no process outlives the call.
@@ -59,7 +59,7 @@ def run_ring(cells: Sequence[Cell], num_processes: int, *, device_type: str, del
         raise ValueError(f"every cell must have cp_size {num_processes}")
     with tempfile.TemporaryDirectory(prefix="ringflash-check-") as folder:
         job = RingJob(tuple(cells), num_processes, device_type, delay_ms, timeout_s, folder)
-        _supervise(job)
+        _supervise(job, say)
         shards = [torch.load(Path(folder) / f"rank{rank}.pt") for rank in range(num_processes)]
     results = []
     for index, cell in enumerate(cells):
@@ -73,7 +73,7 @@ def run_ring(cells: Sequence[Cell], num_processes: int, *, device_type: str, del
     return results
 
 
-def _supervise(job: RingJob) -> None:
+def _supervise(job: RingJob, say: Callable[[str], None]) -> None:
     context = multiprocessing.get_context("spawn")
     progress = context.Array("i", [-1] * job.num_processes, lock=False)     # the cell that each rank works on
     ranks = [context.Process(target=_rank_main, args=(rank, job, progress), name=f"rank{rank}", daemon=True)
@@ -85,6 +85,7 @@ def _supervise(job: RingJob) -> None:
         failed = None
         while pending := [p for p in ranks if p.is_alive()]:
             wait([p.sentinel for p in pending], timeout=max(0.0, min(1.0, deadline - time.monotonic())))
+            say(f"ring: {min(progress) + 1}/{len(job.cells)}")
             if failed is None and any(p.exitcode for p in ranks):
                 failed = next(r for r, p in enumerate(ranks) if p.exitcode)
                 deadline = min(deadline, time.monotonic() + GRACE_S)

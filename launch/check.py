@@ -1,0 +1,218 @@
+"""Proves on this machine that the ring computes what one device computes: errors against budgets, exit code 0 or 1.
+
+    python launch/check.py                          the matrix on the loopback ring: masks x layouts x kernels x GQA ratios x ranks
+    python launch/check.py --quick                  the same lines with fewer cells, under a minute
+    python launch/check.py --processes 3 --delays   the matrix on a real ring of 3 processes (gloo; with GPUs NCCL)
+    python launch/check.py --interpreter            the Triton kernels without a GPU, on a pairwise-covering subset
+    python launch/check.py --train --processes 2    one SGD step of a small model on one rank against a ring
+    python launch/check.py --train --run DIR        ... of the model that the run in DIR trained
+    python launch/check.py --planted all            planted defects must be caught
+    python launch/check.py --growth --bitwise 30 --memory       claims about scale; --memory needs a GPU
+
+Budgets: error(ours, fp64) <= 2 x error(eager torch in that dtype, fp64) + 2 eps max|reference|, max-abs and RMS, for out, lse, dq, dk, dv.
+Several sections may be asked for at once; without any the matrix runs. --json keeps every figure.
+"""
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+if __name__ in ("__main__", "__mp_main__") and not __package__ and (ROOT / "pyproject.toml").is_file():
+    sys.path[0] = str(ROOT)                 # run as a file: the checkout, not launch/, is the import root
+
+import torch
+
+from ringflash.kernels import dispatch
+from ringflash.launch import check_cells as cells
+from ringflash.launch.check_judge import Judge, judge_loopback, loopback_cell
+from ringflash.launch.check_table import CellVerdict, report, write_json
+
+KERNELS = {"cpu": ("cpu", "reference"), "cuda": ("triton", "reference")}
+SEQ_LENS = {"cpu": (5, 61), "cuda": (5, 389)}
+FULL_SEQ_LENS = {"cpu": (1, 5, 61, 128), "cuda": (1, 5, 128, 389, 1031)}
+HEAD_DIMS = {"cpu": (32,), "cuda": (64, 128)}
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = top.add_argument_group("sections")
+    what.add_argument("--matrix", action="store_true", help="the matrix, also beside other sections")
+    what.add_argument("--processes", type=int, default=None, metavar="N", help="on a real ring of N processes (matrix, --train)")
+    what.add_argument("--interpreter", action="store_true", help="triton under its interpreter, pairwise subset, on the CPU")
+    what.add_argument("--train", action="store_true", help="training equivalence: loss, gradients, grad norm, weights")
+    what.add_argument("--planted", default=None, metavar="NAME|all", help="planted defects, comma-separated")
+    what.add_argument("--growth", action="store_true", help="RMS error at W=8 against W=1")
+    what.add_argument("--bitwise", type=int, default=None, metavar="N", help="N runs give the same bits")
+    what.add_argument("--memory", action="store_true", help="peak memory and seconds at rising lengths")
+    how = top.add_argument_group("how")
+    size = how.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="walk the axes side by side instead of multiplying them")
+    size.add_argument("--full", action="store_true", help="more lengths and dtypes")
+    size.add_argument("--pairwise", action="store_true", help="only a subset in which every pair of values occurs")
+    how.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    how.add_argument("--kernels", type=words, default=None, help="comma-separated; default: all that run here")
+    how.add_argument("--dtypes", type=words, default=None, help="comma-separated: fp32, bf16, fp16 (default: fp32,bf16)")
+    how.add_argument("--cp-sizes", type=numbers, default=None, help="ranks of the loopback ring (default: 1,2,3,4,8)")
+    how.add_argument("--masks", type=words, default=None, help=f"of {', '.join(cells.MASKS)}")
+    how.add_argument("--layouts", type=words, default=None, help=f"of {', '.join(cells.LAYOUTS)}")
+    how.add_argument("--ratios", type=numbers, default=None, help="query heads per key/value head (default: 1,4,7,8)")
+    how.add_argument("--seq-lens", type=numbers, default=None)
+    how.add_argument("--head-dims", type=numbers, default=None)
+    how.add_argument("--lengths", type=numbers, default=(262144, 524288, 1048576), help="of --memory")
+    how.add_argument("--delays", type=float, nargs="?", const=20.0, default=0.0, metavar="MS",
+                     help="with --processes: random pauses of every rank before every batch, up to MS (20)")
+    how.add_argument("--timeout", type=float, default=900.0, metavar="S", help="of a ring of processes, all its cells together")
+    how.add_argument("--run", default=None, metavar="DIR", help="with --train: folder of a finished run")
+    how.add_argument("--json", default=None, metavar="PATH")
+    return top
+
+
+def words(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, (part.strip() for part in text.split(","))))
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in words(text))
+
+
+def choose(options: argparse.Namespace, name: str, default: Sequence, valid: Sequence | None = None) -> tuple:
+    """An option's values, or the default. Raises ValueError for one that is not valid, or for none at all."""
+    given = getattr(options, name)
+    if given is None:
+        return tuple(default)
+    wrong = [value for value in given if valid is not None and value not in valid]
+    if wrong or not given:
+        raise ValueError(f"--{name.replace('_', '-')}={','.join(map(str, given))}: "
+                         + (f"{wrong[0]!r} unknown; valid: {', '.join(map(str, valid or ()))}" if wrong else "empty"))
+    return tuple(given)
+
+
+def chosen_kernels(options: argparse.Namespace, dtypes: Sequence[str], head_dims: Sequence[int]) -> tuple[str, ...]:
+    """The kernels to check; RuntimeError when one that was named cannot run here (none is ever replaced by another)."""
+    named = choose(options, "kernels", KERNELS[options.device], [name for name in dispatch.KERNELS if name != "auto"])
+    for kernel in named:
+        for dtype in dtypes:
+            for head_dim in head_dims:
+                dispatch.select(kernel, device=options.device, dtype=cells.DTYPES[dtype], head_dim=head_dim)
+    return named
+
+
+def matrix_cells(options: argparse.Namespace) -> list[cells.Cell]:
+    dtypes = choose(options, "dtypes", ("fp32", "bf16", "fp16") if options.full else ("fp32", "bf16"), list(cells.DTYPES))
+    head_dims = choose(options, "head_dims", HEAD_DIMS[options.device])
+    seq_lens = choose(options, "seq_lens", (FULL_SEQ_LENS if options.full else SEQ_LENS)[options.device])
+    cp_sizes = (options.processes,) if options.processes else choose(options, "cp_sizes", cells.CP_SIZES)
+    kernels = chosen_kernels(options, dtypes, head_dims)
+    masks, layouts = choose(options, "masks", cells.MASKS, cells.MASKS), choose(options, "layouts", cells.LAYOUTS, cells.LAYOUTS)
+    ratios = choose(options, "ratios", cells.RATIOS)
+    if options.pairwise:
+        return [cell for kernel in kernels for cell in cells.pairwise_cells(
+            kernel, dtypes=dtypes, seq_lens=seq_lens, head_dims=head_dims, cp_sizes=cp_sizes, masks=masks, layouts=layouts,
+            ratios=ratios)]
+    return cells.matrix(kernels, dtypes, cp_sizes=cp_sizes, seq_lens=seq_lens, head_dims=head_dims, masks=masks, layouts=layouts,
+                        ratios=ratios, diagonal=options.quick)
+
+
+def check_matrix(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[bool, list[CellVerdict]]:
+    wanted = matrix_cells(options)
+    if options.processes is None:
+        verdicts = judge_loopback(wanted, options.device, say=say)
+        where = f"loopback ring on {options.device}"
+    else:
+        from ringflash.launch.check_ring import run_ring
+
+        results = run_ring(wanted, options.processes, device_type=options.device, delay_ms=options.delays,
+                           timeout_s=options.timeout, say=say)
+        judge, verdicts = Judge(options.device), []
+        for index, (cell, result) in enumerate(zip(wanted, results)):
+            verdicts.append(judge.judge(cell, lambda result=result: result,
+                                        same_as=lambda cell=cell: loopback_cell(cell, options.device)))
+            say(f"judging {index + 1}/{len(wanted)}")
+        where = f"real ring of {options.processes} processes on {options.device}" + (", random delays" if options.delays else "")
+    say("")
+    return report(f"Equivalence on the {where}", verdicts), verdicts
+
+
+def check_interpreter(options: argparse.Namespace) -> tuple[bool, dict]:
+    """In a process of its own: triton reads TRITON_INTERPRET when it is imported."""
+    command = [sys.executable, "-m", "ringflash.launch.check", "--pairwise", "--device", "cpu", "--kernels", "triton",
+               "--dtypes", ",".join(options.dtypes or ("fp32", "bf16", "fp16")),
+               "--seq-lens", ",".join(map(str, options.seq_lens or (1, 17, 33, 48))),
+               "--head-dims", ",".join(map(str, options.head_dims or (16, 40)))]
+    environment = dict(os.environ, TRITON_INTERPRET="1",
+                       PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
+    print("Triton interpreter, pairwise-covering subset", flush=True)
+    done = subprocess.run(command, env=environment)
+    return done.returncode == 0, {"command": command[2:], "exit_code": done.returncode}
+
+
+def run_sections(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, tuple[bool, object]]:
+    """Every section that was asked for, by name: (held, what it found)."""
+    device = torch.device(options.device)
+    found: dict[str, tuple[bool, object]] = {}
+    others = (options.interpreter, options.train, options.planted, options.growth, options.bitwise, options.memory)
+    if options.matrix or not any(others):
+        found["matrix"] = check_matrix(options, say)
+    if options.interpreter:
+        found["interpreter"] = check_interpreter(options)
+    scale_kernels = chosen_kernels(options, ("bf16",), (64,)) if any(others[2:]) else ()
+    large = device.type == "cuda"
+    if options.planted:
+        from ringflash.launch import check_planted
+
+        names = tuple(check_planted.DEFECTS) if options.planted == "all" else words(options.planted)
+        if unknown := [name for name in names if name not in check_planted.DEFECTS]:
+            raise ValueError(f"--planted={unknown[0]}: unknown; valid: all, {', '.join(check_planted.DEFECTS)}")
+        parts = [check_planted.planted(names, kernel, device, head_dim=64 if large else 32) for kernel in scale_kernels]
+        found["planted"] = all(held for held, _ in parts), [record for _, records in parts for record in records]
+    if options.growth or options.bitwise or options.memory:
+        from ringflash.launch import check_scale
+    if options.growth:
+        size = dict(seq_len=8192, head_dim=128) if large else dict(seq_len=384, head_dim=64)
+        parts = [check_scale.growth(kernel, device, **size) for kernel in scale_kernels if kernel != "reference" or not large]
+        found["growth"] = all(held for held, _ in parts), [record for _, records in parts for record in records]
+    if options.bitwise:
+        size = dict(seq_len=1031, head_dim=128) if large else dict(seq_len=61, head_dim=32)
+        found["bitwise"] = check_scale.bitwise(scale_kernels, device, repeats=options.bitwise, **size)
+    if options.memory:
+        found["memory"] = check_scale.memory(scale_kernels[0], device, seq_lens=options.lengths)
+    if options.train:
+        from ringflash.launch.check_train import check_train
+
+        found["train"] = check_train(options)
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: every section that ran held. 1: one did not, or the world failed (one message). 2: the options make no sense."""
+    top = parser()
+    options = top.parse_args(argv)
+    progress = sys.stderr.isatty()
+
+    def say(text: str) -> None:
+        if progress:
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+    if options.processes is not None and options.processes < 1:
+        top.error(f"--processes={options.processes}: must be >= 1")
+    try:
+        found = run_sections(options, say)
+    except ValueError as error:
+        top.error(str(error))
+    except RuntimeError as error:
+        print(f"check: {error}", file=sys.stderr)
+        return 1
+    ok = all(held for held, _ in found.values())
+    if options.json:
+        write_json(options.json, {name: what for name, (_, what) in found.items()}, ok)
+    print(f"\ncheck: {', '.join(f'{name} ' + ('ok' if held else 'FAILED') for name, (held, _) in found.items())}", flush=True)
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

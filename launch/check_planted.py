@@ -1,0 +1,210 @@
+"""Planted defects: each is built into one computation of the loopback ring, and the check must catch it.
+
+A check that never fails proves nothing. The defects are the ones that have gone wrong elsewhere while the loss looked healthy. They
+are put into the objects that a ring is made of (plan, kernel, carrier); the product has no hooks for them.
+"""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from ringflash import Layout
+from ringflash.kernels.dispatch import select
+from ringflash.launch.check_cells import DTYPES, Cell, make_inputs, make_mask
+from ringflash.launch.check_judge import Judge, Tensors
+from ringflash.launch.check_scale import GROWTH_LIMIT, Problem
+from ringflash.launch.check_table import grid
+from ringflash.mask import Mask
+from ringflash.ring.loopback import Loopback
+from ringflash.ring.plan import Plan, Visit, build_plan
+from ringflash.simulation import SimulatedRing
+from ringflash.tests.support import oracle
+
+LOG2_E = 1.4426950408889634
+
+
+class Changed:
+    """An object with some attributes replaced; all others are those of the original."""
+
+    def __init__(self, original: object, **replaced: object):
+        self.__dict__.update(replaced, _original=original)
+
+    def __getattr__(self, name: str):
+        return getattr(self._original, name)
+
+
+class WrongNeighbour(Loopback):
+    """Every rank receives keys and values from the neighbour on its other side. With two ranks that is the same one."""
+
+    cp_size = 3
+
+    def post(self, sends, recvs) -> None:
+        if self.pass_ != "forward":
+            return super().post(sends, recvs)
+        self._sends.update(sends)
+        self._recvs.update(recvs)
+        taken, filled = self.__dict__.setdefault("taken", set()), self.__dict__.setdefault("filled", set())
+        for message, target in self._recvs.items():
+            wrong = (2 * message.dst - message.src) % self.cp_size
+            for other, source in self._sends.items():
+                if (other.step, other.lane, other.src) == (message.step, message.lane, wrong) and message not in filled:
+                    target.zero_()
+                    rows = min(len(source), len(target))
+                    target[:rows].copy_(source[:rows])
+                    taken.add(other)
+                    filled.add(message)
+        self._done = taken & filled
+
+
+class RoundedHops(Loopback):
+    """Partial dk, dv are rounded to bf16 at every hop."""
+
+    def deliver(self, message, source, target) -> None:
+        super().deliver(message, source.bfloat16().to(source.dtype) if message.kind == "dkv" else source, target)
+
+
+class LostGradient(Loopback):
+    """One rank's share of dk, dv never comes home."""
+
+    def deliver(self, message, source, target) -> None:
+        super().deliver(message, torch.zeros_like(source) if message.is_home and message.owner == 0 else source, target)
+
+
+def skipped_visit(plan: Plan) -> Changed:
+    """The last rank leaves its last visit out, forward and backward."""
+    rank = plan.cp_size - 1
+    step = max(s for s in range(plan.num_steps) if plan.visits(rank, s))
+    return Changed(plan, visits=lambda r, s: plan.visits(r, s)[:-1] if (r, s) == (rank, step) else plan.visits(r, s))
+
+
+def leaking_visit(visit: Visit) -> Changed:
+    """One query row of this visit sees the last key of the document before its own."""
+    k_lo, k_hi, _, _ = (ends.copy() for ends in visit.intervals())
+    row = next(i for i in range(1, len(k_lo)) if k_lo[i - 1] < k_lo[i] < k_hi[i])
+    k_lo[row] -= 1
+    keys = np.arange(visit.num_rows, dtype=np.int32)
+    transposed = (np.searchsorted(k_hi, keys, side="right"), np.searchsorted(k_lo, keys, side="right"))
+    return Changed(visit, intervals=lambda: (k_lo, k_hi, *(x.astype(np.int32) for x in transposed)))
+
+
+def document_leak(plan: Plan) -> Changed:
+    visits = tuple(leaking_visit(v) for v in plan.visits(0, 0))
+    # Intervals on the device are kept by the plan's key: the sound plan must not find the leaking ones, nor the other way round.
+    return Changed(plan, key=("leaking", plan.key), visits=lambda r, s: visits if (r, s) == (0, 0) else plan.visits(r, s))
+
+
+def base_2_lse(backend) -> Changed:
+    """The backward takes the natural logarithm that the forward left for one of base 2."""
+    def backward(dout, q, k, v, lse, *rest, **options):
+        return backend.backward(dout, q, k, v, lse / LOG2_E, *rest, **options)
+
+    return Changed(backend, backward=backward)
+
+
+def hop_0_keys(backend) -> Changed:
+    """The backward uses each rank's own k and v at every step."""
+    own: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def backward(dout, q, k, v, *rest, **options):
+        own_k, own_v = own.setdefault(q.data_ptr(), (k, v))
+        return backend.backward(dout, q, own_k[:, : k.shape[1]], own_v[:, : v.shape[1]], *rest, **options)
+
+    return Changed(backend, backward=backward)
+
+
+def run_ring(cell: Cell, device: torch.device, *, plan: Callable[[Plan], object] = lambda plan: plan,
+             backend: Callable = lambda backend: backend, loopback: type[Loopback] = Loopback,
+             backward_mask: Mask | None = None) -> Tensors:
+    """What check_judge.loopback_cell computes, with parts of the ring exchanged for defective ones."""
+    q, k, v, dout = make_inputs(cell, device)
+    mask = make_mask(cell.mask, cell.seq_len)
+    layout = Layout(cell.layout, cell.seq_len, cell.cp_size, mask)
+    kernel = select(cell.kernel, device=device, dtype=q.dtype, head_dim=cell.head_dim)
+
+    def ring(mask: Mask) -> SimulatedRing:
+        return SimulatedRing(plan(build_plan(mask, layout, layout)), layout, layout, backend(kernel), cell.head_dim ** -0.5,
+                             loopback=loopback)
+
+    out, lse = ring(mask).forward(q, k, v)
+    dq, dk, dv = ring(backward_mask or mask).backward(dout, None, q, k, v, out, lse)
+    return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+
+
+@dataclasses.dataclass(frozen=True)
+class Defect:
+    text: str
+    mask: str
+    layout: str
+    cp_size: int
+    parts: dict
+
+
+DEFECTS = {
+    "skipped-visit": Defect("one rank leaves its last visit out", "causal", "zigzag", 3, {"plan": skipped_visit}),
+    "lse-base": Defect("backward takes a natural lse for one of base 2", "causal", "zigzag", 3, {"backend": base_2_lse}),
+    "wrong-neighbour": Defect("keys come from the other neighbour", "causal", "striped", 3, {"loopback": WrongNeighbour}),
+    "hop-0-keys": Defect("backward reuses k, v of hop 0", "causal", "zigzag", 3, {"backend": hop_0_keys}),
+    "lost-gradient": Defect("one dk, dv message home is empty", "full", "contiguous", 3, {"loopback": LostGradient}),
+    "document-leak": Defect("one row sees one key of another document", "documents", "contiguous", 3, {"plan": document_leak}),
+    "mask-differs": Defect("backward with another mask than forward", "causal", "zigzag", 3, {"backward_mask": Mask(causal=False)}),
+    "rounded-hops": Defect("partial dk, dv rounded to bf16 each hop", "causal", "zigzag", 8, {"loopback": RoundedHops}),
+}
+
+
+def catches(name: str, kernel: str, device: torch.device, *, dtype: str = "fp32", head_dim: int = 32) -> tuple[bool, str]:
+    """Is the defect seen, and by what. The same ring without it must pass, else nothing was caught (RuntimeError)."""
+    defect = DEFECTS[name]
+    if name == "rounded-hops":
+        return _catches_growth(kernel, device, head_dim)
+    cell = Cell(kernel, dtype, defect.mask, defect.layout, defect.cp_size, 2, 48, head_dim)
+    judge = Judge(device)
+    sound = judge.judge(cell, lambda: run_ring(cell, device))
+    if not sound.ok:
+        raise RuntimeError(f"planted {name}: the ring fails without the defect: {sound.why()}")
+    planted = judge.judge(cell, lambda: run_ring(cell, device, **defect.parts))
+    if planted.failure is not None:
+        raise RuntimeError(f"planted {name}: the defective ring did not finish, so nothing was judged: {planted.failure}")
+    return not planted.ok, planted.why() or "every tensor within its budget"
+
+
+def _catches_growth(kernel: str, device: torch.device, head_dim: int, seq_len: int = 256) -> tuple[bool, str]:
+    """bf16 hops stay inside the error budgets of bf16: the rule that errors do not grow with the ring must see them."""
+    defect = DEFECTS["rounded-hops"]
+    problem = Problem.random(seq_len, 4, 2, head_dim, DTYPES["bf16"], device)
+    truth = oracle.attention_oracle(problem.q, problem.k, problem.v, dout=problem.dout)
+    backend = select(kernel, device=device, dtype=torch.bfloat16, head_dim=head_dim)
+
+    def errors(cp_size: int, loopback: type[Loopback]) -> dict[str, float]:
+        mask = Mask(causal=True)
+        layout = Layout(defect.layout, seq_len, cp_size, mask)
+        ring = SimulatedRing(build_plan(mask, layout, layout), layout, layout, backend, head_dim ** -0.5, loopback=loopback)
+        out, lse = ring.forward(problem.q, problem.k, problem.v)
+        _, dk, dv = ring.backward(problem.dout, None, problem.q, problem.k, problem.v, out, lse)
+        return {"dk": float((dk.double() - truth.dk).square().mean().sqrt()), "dv": float((dv.double() - truth.dv).square().mean().sqrt())}
+
+    one, sound, planted = errors(1, Loopback), errors(defect.cp_size, Loopback), errors(defect.cp_size, defect.parts["loopback"])
+    if any(sound[name] > GROWTH_LIMIT * one[name] for name in one):
+        raise RuntimeError(f"planted rounded-hops: errors grow without the defect: {sound} against {one}")
+    grown = [f"rms error of {name} at W={defect.cp_size} is {planted[name] / one[name]:.2f}x that of one rank" for name in one
+             if planted[name] > GROWTH_LIMIT * one[name]]
+    return bool(grown), ", ".join(grown) or "no growth of the error seen"
+
+
+def planted(names: Sequence[str], kernel: str, device: torch.device, *, dtype: str = "fp32", head_dim: int = 32
+            ) -> tuple[bool, list[dict]]:
+    """Plants each defect; prints CAUGHT or MISSED. True when all are caught."""
+    records = []
+    for name in names:
+        try:
+            caught, evidence = catches(name, kernel, device, dtype=dtype, head_dim=head_dim)
+        except RuntimeError as error:
+            caught, evidence = False, str(error)
+        records.append({"defect": name, "kernel": kernel, "caught": caught, "evidence": evidence})
+    print(f"\nPlanted defects ({kernel}, loopback ring)\n")
+    print(grid(["defect", "what", "", "seen by"],
+               [[r["defect"], DEFECTS[r["defect"]].text, "CAUGHT" if r["caught"] else "MISSED", r["evidence"][:90]] for r in records]),
+          flush=True)
+    return all(r["caught"] for r in records), records
