@@ -72,7 +72,7 @@ def ring_attention(
 
 
 def _is_agreed(layout: Layout | str) -> bool:
-    return isinstance(layout, Layout) and layout.token is not None
+    return isinstance(layout, Layout) and layout.is_agreed
 
 
 def _read_mask(mask: Mask | None, causal: bool | None, window_size: Any, cu_seqlens: Any) -> tuple[tuple[int, int, int], Mask | None]:

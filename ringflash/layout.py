@@ -6,6 +6,7 @@ A rank's rows are always sorted by global position, whatever the layout (Note [I
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,7 @@ class Layout:
     ulysses_size: int
     masks: tuple[Mask, ...]
     token: str | None
+    is_agreed: bool
 
     def __init__(
         self,
@@ -58,26 +60,37 @@ class Layout:
         group: Any = None,
         agree: Any = None,
     ):
+        try:
+            self._set(kind, seq_len, cp_size, masks, ulysses_size)
+            if group is None and agree is not None:
+                raise ValueError("Layout(agree=...) needs group=...: without a group there is nobody to agree with")
+        except (ValueError, NotImplementedError) as error:
+            if group is not None:
+                from ringflash import agreement, mesh
+
+                # The other ranks are about to wait for this one: tell them why it refuses, so that all raise the same.
+                agreement.agree(mesh.ring_group(group), "Layout", {}, problem=error)
+            raise
+        if group is not None:
+            from ringflash.agreement import agree_layout
+
+            object.__setattr__(self, "token", agree_layout(self, group, agree))
+
+    def _set(self, kind: str, seq_len: int, cp_size: int, masks: Mask | Iterable[Mask] | None, ulysses_size: int) -> None:
         check_kind(kind)
         put = object.__setattr__
         put(self, "kind", kind)
         put(self, "seq_len", _positive("seq_len", seq_len))
         put(self, "cp_size", _positive("cp_size", cp_size))
         put(self, "ulysses_size", _positive("ulysses_size", ulysses_size))
+        put(self, "masks", _as_masks(masks))
+        put(self, "token", None)
         if self.ulysses_size > 1:
             raise NotImplementedError(f"Layout(ulysses_size={self.ulysses_size}) is not available yet: only 1")
         if -(-self.seq_len // self.cp_size) > _MAX_SHARD_LEN:
             raise ValueError(f"seq_len={self.seq_len} over cp_size={self.cp_size}: a shard holds at most {_MAX_SHARD_LEN} rows")
-        put(self, "masks", _as_masks(masks))
         for mask in self.masks:
             mask.check_lengths(self.seq_len, self.seq_len)
-        put(self, "token", None)
-        if group is not None:
-            from ringflash.agreement import agree_layout
-
-            put(self, "token", agree_layout(self, group, agree))
-        elif agree is not None:
-            raise ValueError("Layout(agree=...) needs group=...: without a group there is nobody to agree with")
 
     @property
     def geometry(self) -> tuple:

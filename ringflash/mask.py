@@ -5,6 +5,7 @@ Every mask gives each query row one interval of keys (Note [Intervals] in DESIGN
 from __future__ import annotations
 
 import operator
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,10 @@ class Mask:
         put(self, "cu_seqlens", boundaries)
         put(self, "_key", (left, 0 if causal else right, None if boundaries is None else boundaries.tobytes()))
         put(self, "_hash", hash(self._key))
+        if "torch" in sys.modules:
+            # Made here and not when it is first asked for: a compiled graph must find a tensor, whose length it can leave open. Numpy
+            # arrays that it met while tracing would recompile for every number of documents.
+            _ = self.spec
 
     def check_lengths(self, seq_len_q: int, seq_len_k: int) -> None:
         """Raises ValueError when this mask cannot describe seq_len_q queries over seq_len_k keys."""

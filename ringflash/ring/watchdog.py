@@ -28,7 +28,7 @@ _KEY = "ringflash/watchdog"
 class Position:
     """One batch of one step, with what it moves."""
 
-    pass_: str                                              # forward | backward
+    pass_: str                                              # forward | backward | agreement
     call: int                                               # how many ring calls of this pass this process had begun before
     step: int
     rank: str                                               # "cp rank 1 (global rank 3)"
@@ -44,7 +44,7 @@ class _Record:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.calls = {"forward": 0, "backward": 0}
+        self.calls: dict[str, int] = {}
         self.waiting: tuple[Position, float] | None = None  # a host wait (gloo), since when
         self.queued: deque[tuple[Position, torch.cuda.Event]] = deque()     # batches that a stream waits for (NCCL)
         self.moved = time.monotonic()                       # when the queue last got shorter, or stopped being empty
@@ -58,7 +58,7 @@ _watching: _Watchdog | None = None
 def next_call(pass_: str) -> int:
     """The number of this ring call among those of its pass (0, 1, ...): tells layers apart in messages."""
     with _record.lock:
-        number = _record.calls[pass_]
+        number = _record.calls.get(pass_, 0)
         _record.calls[pass_] = number + 1
     return number
 
