@@ -74,7 +74,7 @@ class Layout:
         if group is not None:
             from ringflash.agreement import agree_layout
 
-            object.__setattr__(self, "token", agree_layout(self, group, agree))
+            self.set_token(agree_layout(self, group, agree))
 
     def _set(self, kind: str, seq_len: int, cp_size: int, masks: Mask | Iterable[Mask] | None, ulysses_size: int) -> None:
         check_kind(kind)
@@ -85,12 +85,21 @@ class Layout:
         put(self, "ulysses_size", _positive("ulysses_size", ulysses_size))
         put(self, "masks", _as_masks(masks))
         put(self, "token", None)
+        put(self, "is_agreed", False)
         if self.ulysses_size > 1:
             raise NotImplementedError(f"Layout(ulysses_size={self.ulysses_size}) is not available yet: only 1")
         if -(-self.seq_len // self.cp_size) > _MAX_SHARD_LEN:
             raise ValueError(f"seq_len={self.seq_len} over cp_size={self.cp_size}: a shard holds at most {_MAX_SHARD_LEN} rows")
         for mask in self.masks:
             mask.check_lengths(self.seq_len, self.seq_len)
+        if "torch" in sys.modules:
+            _ = self.spec  # made now, as Mask's is, for compiled graphs
+
+    def set_token(self, token: str) -> None:
+        """Note that all ranks have agreed on this layout and its masks (who calls this has compared them)."""
+        object.__setattr__(self, "token", token)
+        # Beside the token, because a compiled graph that read the token itself would recompile for each new one.
+        object.__setattr__(self, "is_agreed", True)
 
     @property
     def geometry(self) -> tuple:
