@@ -1,0 +1,295 @@
+"""From global tensors and batches to what a rank owns, and back."""
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringflash.agreement import REFUSALS, agree, layout_fields, token_of
+from ringflash.arguments import check_layout_argument
+from ringflash.layout import Layout
+from ringflash.mask import Mask
+from ringflash.mesh import rank_and_size, ring_group
+
+IGNORE = -100                                               # a label that takes no part in the loss
+_KEYS = ("tokens", "cu_seqlens", "labels", "positions", "attention_mask")
+_SAMPLED = 4096                                             # elements of a memory-mapped source that its hash reads
+
+
+@dataclass(frozen=True)
+class ShardedBatch:
+    """One rank's part of a batch.
+
+    tokens: int64 [B, S_local]; positions: int64 [S_local], global (or as the batch gave them); labels: int64 [B, S_local],
+    the next token of the same document, -100 where there is none. num_valid: labels that count over the whole ring, the same
+    on each of its ranks. layout: with the batch's documents in its masks, and a token when a group agreed on it.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    labels: Tensor
+    num_valid: int
+    layout: Layout
+
+
+def shard(x: Tensor, layout: Layout | str, *, rank: int | None = None, group: Any = None, dim: int = 1) -> Tensor:
+    """The rows of x (global, layout.seq_len along dim) that a rank owns, sorted by position. A copy; differentiable.
+
+    Either rank, or group (whose rank of this process it is), or neither (a Layout of one rank). A layout by name needs group.
+    ValueError when x has another length than the layout, or the rank does not exist.
+    """
+    layout, rank = _place(layout, x.shape[dim], rank, group)
+    if x.shape[dim] != layout.seq_len:
+        raise ValueError(f"x.shape[{dim}]={x.shape[dim]}: must be layout.seq_len={layout.seq_len}")
+    return x.index_select(dim, torch.from_numpy(layout.positions(rank)).to(x.device))
+
+
+def unshard(x_local: Tensor, layout: Layout | str, *, group: Any = None, dim: int = 1) -> Tensor:
+    """The global tensor (layout.seq_len along dim) from all ranks' shards, on every rank. Inverse of shard.
+
+    Differentiable: every rank may use the whole result, so the gradient of a shard is the SUM over ranks of the gradients that
+    its rows get there (a reduce-scatter, summed in fp32 or better). Where each rank computes the same loss from the whole tensor,
+    divide it by cp_size. ValueError when the local rows are not what the layout gives this rank.
+    """
+    pg = ring_group(group)
+    rank, size = rank_and_size(pg)
+    layout, _ = _place(layout, x_local.shape[dim] * size, None, group)
+    if x_local.shape[dim] != layout.shard_len(rank):
+        raise ValueError(f"x_local.shape[{dim}]={x_local.shape[dim]}: the layout gives cp rank {rank} {layout.shard_len(rank)} rows")
+    return _Unshard.apply(x_local, layout, pg, dim % x_local.ndim)
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_local: Tensor, layout: Layout, group: dist.ProcessGroup | None, dim: int) -> Tensor:
+        ctx.layout, ctx.group, ctx.dim = layout, group, dim
+        rows_first = x_local.movedim(dim, 0).contiguous()
+        if group is None or layout.cp_size == 1:
+            parts = [rows_first]
+        else:
+            # Collectives want equal shapes; shards differ by a row at most, so the longest (rank 0's) stands for all.
+            padded = rows_first.new_zeros((layout.shard_len(0), *rows_first.shape[1:]))
+            padded[:rows_first.shape[0]] = rows_first
+            gathered = [torch.empty_like(padded) for _ in range(layout.cp_size)]
+            dist.all_gather(gathered, padded, group=group)
+            parts = [part[:layout.shard_len(rank)] for rank, part in enumerate(gathered)]
+        whole = torch.empty((layout.seq_len, *rows_first.shape[1:]), dtype=x_local.dtype, device=x_local.device)
+        for rank, part in enumerate(parts):
+            whole[torch.from_numpy(layout.positions(rank)).to(whole.device)] = part
+        return whole.movedim(0, dim).contiguous()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        rank = rank_and_size(ctx.group)[0]
+        # All-reduce and cut: gloo has no reduce-scatter of uneven parts, and this op is not on a training path.
+        total = grad.to(torch.promote_types(grad.dtype, torch.float32)).contiguous()
+        if ctx.group is not None and ctx.layout.cp_size > 1:
+            total = total.clone()
+            dist.all_reduce(total, group=ctx.group)
+        own = torch.from_numpy(ctx.layout.positions(rank)).to(grad.device)
+        return total.index_select(ctx.dim, own).to(grad.dtype), None, None, None
+
+
+def shard_batch(
+    batch: Mapping[str, Any], layout: Layout | str | Any = "zigzag", *, group: Any = None, rank: int | None = None,
+    masks: Mask | Iterable[Mask] | None = None, device: torch.device | str | None = None,
+) -> ShardedBatch:
+    """This rank's rows of a batch, with labels shifted on the global sequence; the ring's ranks agree on it all here, once.
+
+    batch: "tokens" [B, S] integers (torch, numpy, memory-mapped, or anything with shape that takes [..., index]): only this rank's
+        rows and the ones after them are read. Optional: "cu_seqlens" [N+1], B == 1: documents; rows from cu_seqlens[-1] on belong to
+        none. "labels" [B, S], aligned with tokens (not shifted; -100 is ignored). "positions" [S]: used instead of 0..S-1; if they
+        restart, cu_seqlens must say where. "attention_mask" [B, S]: all ones only.
+    layout: a Layout, a name, or the 1-D DeviceMesh of the ring (zigzag). A Layout's masks get the batch's documents unless they
+        have them. masks: for a layout by name or mesh, default causal.
+    group: ProcessGroup or 1-D DeviceMesh of the ring: its ranks compare layout, masks and a hash of the batch in one collective, and the
+        returned layout carries the token. rank (without group): that rank's part, nothing is exchanged. Neither: one rank.
+    device: where the result goes (default: where torch tokens are, else CPU).
+
+    num_valid counts over the ring; without "labels" it follows from the documents alone. Raises ValueError for a batch that
+    cannot be; with a group, the same error on all its ranks.
+    """
+    if not isinstance(layout, (Layout, str)):
+        if group is not None:
+            raise ValueError("layout is a mesh and group is given too; give the ring once")
+        layout, group = "zigzag", ring_group(layout)
+    pg = ring_group(group)
+    if pg is not None and rank is not None:
+        raise ValueError(f"rank={rank} together with group: the group knows this process's rank; give one of them")
+    own_rank, size = rank_and_size(pg)
+    problem, fields, count, made = None, {}, 0, None
+    try:
+        made = _read(batch, layout, size, own_rank if pg is not None else rank, masks, has_group=pg is not None)
+        fields, count = {**layout_fields(made.layout), **made.fields}, made.count
+    except REFUSALS as error:
+        if size == 1:
+            raise
+        problem = error
+    if size > 1:
+        count = sum(agree(pg, "shard_batch", fields, problem=problem, count=count))
+        made.layout.set_token(token_of(fields))
+    if device is None:
+        device = batch["tokens"].device if isinstance(batch["tokens"], Tensor) else "cpu"
+    tokens, positions, labels = (torch.from_numpy(x).to(device) for x in (made.tokens, made.positions, made.labels))
+    return ShardedBatch(tokens, positions, labels, count, made.layout)
+
+
+@dataclass
+class _Read:
+    tokens: np.ndarray
+    positions: np.ndarray
+    labels: np.ndarray
+    count: int                                              # own valid labels with a group, else those of the whole ring
+    fields: dict[str, object]
+    layout: Layout
+
+
+def _read(batch: Mapping[str, Any], layout: Layout | str, size: int, rank: int | None, masks: Any, *, has_group: bool) -> _Read:
+    tokens = _check_batch(batch)
+    batch_size, seq_len = tokens.shape
+    layout = _with_documents(layout, batch.get("cu_seqlens"), seq_len, size, masks)
+    layout, rank = _place(layout, seq_len, rank, None)
+    if has_group and layout.cp_size != size:
+        raise ValueError(f"layout.cp_size={layout.cp_size}: the group has {size} ranks")
+    if layout.seq_len != seq_len:
+        raise ValueError(f"batch['tokens'] has {seq_len} columns, but layout.seq_len={layout.seq_len}")
+    boundaries = next((mask.cu_seqlens for mask in layout.masks if mask.cu_seqlens is not None), None)
+    if boundaries is not None and batch_size != 1:
+        raise ValueError(f"cu_seqlens with batch size {batch_size}: packed documents need B == 1")
+    positions = _check_positions(batch.get("positions"), seq_len, boundaries)
+    own = layout.positions(rank)
+    has_next = _has_next(own, seq_len, boundaries)
+    # One read for tokens and their successors: a sorted union touches every row once.
+    source = batch.get("labels")
+    wanted = own if source is not None else np.union1d(own, own[has_next] + 1)
+    read = _rows(tokens, wanted)
+    labels = np.full((batch_size, own.shape[0]), IGNORE, dtype=np.int64)
+    if source is None:
+        labels[:, has_next] = read[:, np.searchsorted(wanted, own[has_next] + 1)]
+        count = batch_size * int(_has_next(np.arange(seq_len, dtype=np.int64), seq_len, boundaries).sum())
+        count = batch_size * int(has_next.sum()) if has_group else count
+    else:
+        labels[:, has_next] = _rows(source, own[has_next] + 1)
+        if has_group:
+            count = int((labels != IGNORE).sum())
+        else:
+            everywhere = np.flatnonzero(_has_next(np.arange(seq_len, dtype=np.int64), seq_len, boundaries))
+            count = int((_rows(source, everywhere + 1) != IGNORE).sum())
+    fields: dict[str, object] = {"batch shape": tuple(tokens.shape), "hash of tokens": batch_hash(tokens)}
+    if source is not None:
+        fields["hash of labels"] = batch_hash(source)
+    if batch.get("positions") is not None:
+        fields["hash of positions"] = zlib.crc32(positions.tobytes())
+    return _Read(np.ascontiguousarray(read[:, np.searchsorted(wanted, own)]), positions[own], labels, count, fields, layout)
+
+
+def batch_hash(source: Any) -> int:
+    """A number that tells batches apart: a source's own batch_hash, else a crc of an array in memory, of a strided sample of a
+    memory-mapped one (which must not be read whole). Dtype and device do not matter."""
+    named = getattr(source, "batch_hash", None)
+    if named is not None:
+        return int(named)
+    if isinstance(source, np.memmap):
+        columns = np.unique(np.linspace(0, source.shape[-1] - 1, min(_SAMPLED, source.shape[-1])).astype(np.int64))
+        return zlib.crc32(_rows(source, columns).tobytes())
+    return zlib.crc32(_rows(source, slice(None)).tobytes())
+
+
+def _rows(source: Any, index: np.ndarray | slice) -> np.ndarray:
+    """Columns of a [B, S] source as int64 [B, n], reading no others."""
+    if isinstance(source, Tensor):
+        picked = source[..., torch.from_numpy(index).to(source.device) if isinstance(index, np.ndarray) else index]
+        return np.ascontiguousarray(picked.detach().cpu().numpy().astype(np.int64))
+    return np.ascontiguousarray(np.asarray(source[..., index]).astype(np.int64))
+
+
+def _check_batch(batch: Mapping[str, Any]) -> Any:
+    unknown = [key for key in batch if key not in _KEYS]
+    if unknown or "tokens" not in batch:
+        raise ValueError(f"batch has keys {sorted(batch)}: needs 'tokens', may have {', '.join(_KEYS[1:])}")
+    tokens = batch["tokens"]
+    shape = tuple(getattr(tokens, "shape", ()))
+    if len(shape) != 2 or shape[1] < 1:
+        raise ValueError(f"batch['tokens'] has shape {shape}: must be [B, S] with S >= 1")
+    for key in ("labels", "attention_mask"):
+        other = batch.get(key)
+        if other is not None and tuple(other.shape) != shape:
+            raise ValueError(f"batch[{key!r}] has shape {tuple(other.shape)}: must be that of tokens, {shape}")
+    mask = batch.get("attention_mask")
+    if mask is not None and not bool((mask == 1).all()):
+        raise ValueError("batch['attention_mask'] is not all ones: say what is masked by cu_seqlens (for trailing padding, [0, length])")
+    return tokens
+
+
+def _check_positions(positions: Any, seq_len: int, boundaries: np.ndarray | None) -> np.ndarray:
+    if positions is None:
+        return np.arange(seq_len, dtype=np.int64)
+    values = positions.detach().cpu().numpy() if isinstance(positions, Tensor) else np.asarray(positions)
+    if values.shape != (seq_len,) or values.dtype.kind not in "iu":
+        raise ValueError(f"batch['positions'] has shape {values.shape} and dtype {values.dtype}: must be integers [{seq_len}]")
+    values = values.astype(np.int64)
+    restarts = np.flatnonzero(np.diff(values) != 1) + 1
+    known = np.empty(0, dtype=np.int64) if boundaries is None else boundaries
+    strange = restarts[~np.isin(restarts, known)]
+    if boundaries is not None:
+        strange = strange[strange < boundaries[-1]]         # rows after the last document belong to none
+    if strange.size:
+        raise ValueError(f"batch['positions'] restart at row {int(strange[0])}, where cu_seqlens has no boundary: "
+                         "attention would cross documents; give batch['cu_seqlens']")
+    return values
+
+
+def _has_next(rows: np.ndarray, seq_len: int, boundaries: np.ndarray | None) -> np.ndarray:
+    """bool [n]: does the row have a successor in its own document?"""
+    if boundaries is None:
+        return rows + 1 < seq_len
+    document = np.searchsorted(boundaries, rows, side="right")
+    return (rows + 1 < boundaries[-1]) & (document == np.searchsorted(boundaries, rows + 1, side="right"))
+
+
+def _with_documents(layout: Layout | str, cu_seqlens: Any, seq_len: int, size: int, masks: Any) -> Layout:
+    """A fresh Layout (it will get a token of its own) whose masks have the batch's documents."""
+    if isinstance(layout, Layout):
+        if masks is not None:
+            raise ValueError("masks together with a Layout: its masks are those it was made with; give one of them")
+        kind, seq_len, size, given = layout.kind, layout.seq_len, layout.cp_size, layout.masks
+    else:
+        check_layout_argument(layout, "layout")
+        kind, given = layout, (Mask(),) if masks is None else (masks,) if isinstance(masks, Mask) else tuple(masks)
+    if cu_seqlens is not None:
+        documents = Mask(cu_seqlens=cu_seqlens).cu_seqlens
+        for mask in given:
+            if mask.cu_seqlens is not None and not np.array_equal(mask.cu_seqlens, documents):
+                raise ValueError(f"batch['cu_seqlens'] and the layout's {mask!r} name different documents")
+        given = tuple(Mask(mask.causal, mask.window_size, documents) for mask in given)
+    return Layout(kind, seq_len, size, given)
+
+
+def _place(layout: Layout | str, seq_len: int, rank: int | None, group: Any, size: int | None = None) -> tuple[Layout, int]:
+    """The layout as a value, and the rank that is meant."""
+    if group is not None:
+        if rank is not None:
+            raise ValueError(f"rank={rank} together with group: give one of them")
+        rank, size = rank_and_size(ring_group(group))
+    if isinstance(layout, str):
+        if size is None and rank is not None:
+            raise ValueError(f"layout={layout!r} with rank={rank}: a name does not say how many ranks there are; give a Layout or group")
+        check_layout_argument(layout, "layout")
+        layout = Layout(layout, seq_len, 1 if size is None else size)
+    check_layout_argument(layout, "layout")
+    if group is not None and layout.cp_size != size:
+        raise ValueError(f"layout.cp_size={layout.cp_size}: the group has {size} ranks")
+    if rank is None:
+        if layout.cp_size != 1:
+            raise ValueError(f"layout.cp_size={layout.cp_size}: which rank is meant? give rank or group")
+        rank = 0
+    if not 0 <= rank < layout.cp_size:
+        raise ValueError(f"rank={rank}: must lie in [0, {layout.cp_size})")
+    return layout, rank
