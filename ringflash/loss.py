@@ -21,7 +21,7 @@ def chunked_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, chu
     Returns (loss_sum, num_valid): a scalar in fp32 (fp64 if hidden or weight is fp64) and an int64 scalar, on hidden's device.
     No row, or no valid one: loss_sum is exactly 0 and both gradients are exactly 0. The hidden of an ignored row is never
     used, whatever it holds, and gets gradient 0. Logits and softmax are fp32; weight's gradient is summed over chunks in fp32
-    and rounded to its dtype once.
+    and rounded to its dtype once. Under autocast the operands of the products are rounded to its dtype, and nothing else.
 
     Raises ValueError for shapes that do not fit, labels that are no int64, chunk_rows < 1.
     """
@@ -34,17 +34,23 @@ def chunked_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, chu
     if chunk_rows < 1:
         raise ValueError(f"chunk_rows={chunk_rows}: must be at least 1")
     labels = labels.reshape(-1)
-    loss_sum = _ChunkedCrossEntropy.apply(hidden.reshape(-1, hidden.shape[-1]), weight, labels, chunk_rows, ignore_index)
+    loss_sum = _ChunkedCrossEntropy.apply(hidden.reshape(-1, hidden.shape[-1]), weight, labels, chunk_rows, ignore_index,
+                                          _operand_dtype(hidden, weight))
     return loss_sum, (labels != ignore_index).sum()
 
 
-def _on_tensor_cores(a: Tensor, b: Tensor) -> bool:
-    return a.is_cuda and a.dtype == b.dtype and a.dtype in (torch.float16, torch.bfloat16)
+def _operand_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """dtype to which both operands of a product are brought."""
+    promoted = torch.promote_types(hidden.dtype, weight.dtype)
+    if torch.is_autocast_enabled(hidden.device.type) and promoted != torch.float64:
+        return torch.get_autocast_dtype(hidden.device.type)
+    # fp16 with bf16 promotes to fp32, and so does either with fp32: no operand loses a digit.
+    return promoted
 
 
 def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """a [m, k] @ b [k, n] -> dtype, accumulated in it; 16-bit operands stay 16 bit on a GPU, elsewhere they are widened."""
-    if _on_tensor_cores(a, b):
+    if a.is_cuda and a.dtype == b.dtype and a.dtype.itemsize == 2:
         return torch.mm(a, b, out_dtype=dtype)
     return a.to(dtype) @ b.to(dtype)
 
@@ -53,15 +59,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """hidden [N, D], weight [V, D], labels int64 [N] -> loss_sum scalar. See chunked_cross_entropy."""
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_rows: int, ignore_index: int) -> Tensor:
+    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_rows: int, ignore_index: int,
+                operand: torch.dtype) -> Tensor:
         ctx.save_for_backward(hidden, weight, labels)
-        ctx.chunk_rows, ctx.ignore_index = chunk_rows, ignore_index
-        dtype = _accumulate_dtype(hidden, weight)
+        ctx.chunk_rows, ctx.ignore_index, ctx.operand = chunk_rows, ignore_index, operand
+        dtype = torch.float64 if operand == torch.float64 else torch.float32
         # fp64 across chunks: a million fp32 terms of the same sign would lose three digits of the mean.
         loss_sum = torch.zeros((), dtype=torch.float64, device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
+            w = weight.to(operand)
             for rows in _chunks(hidden.shape[0], chunk_rows):
-                _, target, valid, logits, lse = _chunk(hidden, weight, labels, rows, ignore_index, dtype)
+                _, target, valid, logits, lse = _chunk(hidden, w, labels, rows, ignore_index, dtype)
                 loss = lse - logits.gather(1, target[:, None])[:, 0]
                 loss_sum += torch.where(valid, loss, 0.0).sum(dtype=torch.float64)
         return loss_sum.to(dtype)
@@ -69,38 +77,37 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dloss: Tensor):
         hidden, weight, labels = ctx.saved_tensors
-        dtype = _accumulate_dtype(hidden, weight)
-        operand = hidden.dtype if _on_tensor_cores(hidden, weight) else dtype
+        dtype = torch.float64 if ctx.operand == torch.float64 else torch.float32
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         dhidden = torch.empty_like(hidden) if need_hidden else None
         dweight = torch.zeros_like(weight, dtype=dtype) if need_weight else None
         with torch.autocast(hidden.device.type, enabled=False):
+            w = weight.to(ctx.operand)
             for rows in _chunks(hidden.shape[0], ctx.chunk_rows):
-                real, target, valid, logits, lse = _chunk(hidden, weight, labels, rows, ctx.ignore_index, dtype)
+                real, target, valid, logits, lse = _chunk(hidden, w, labels, rows, ctx.ignore_index, dtype)
                 dlogits = logits.sub_(lse[:, None]).exp_()
                 dlogits.scatter_add_(1, target[:, None], dlogits.new_full((len(target), 1), -1.0))
-                dlogits = torch.where(valid[:, None], dlogits, 0.0).to(operand)
+                dlogits = torch.where(valid[:, None], dlogits, 0.0)
+                if dlogits.is_cuda:
+                    dlogits = dlogits.to(ctx.operand)  # tensor cores want both operands in 16 bit
                 # dloss is applied after the products, in fp32: dlogits / number of tokens would underflow in fp16.
                 if need_hidden:
-                    dhidden[rows] = (_matmul(dlogits, weight, dtype) * dloss).to(hidden.dtype)
+                    dhidden[rows] = (_matmul(dlogits, w, dtype) * dloss).to(hidden.dtype)
                 if need_weight:
                     dweight += _matmul(dlogits.t(), real, dtype)
-        return dhidden, (dweight * dloss).to(weight.dtype) if need_weight else None, None, None, None
-
-
-def _accumulate_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    return torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else torch.float32
+        return dhidden, (dweight * dloss).to(weight.dtype) if need_weight else None, None, None, None, None
 
 
 def _chunks(num_rows: int, chunk_rows: int) -> list[slice]:
     return [slice(start, min(start + chunk_rows, num_rows)) for start in range(0, num_rows, chunk_rows)]
 
 
-def _chunk(hidden: Tensor, weight: Tensor, labels: Tensor, rows: slice, ignore_index: int, dtype: torch.dtype):
-    """(hidden rows with ignored ones zeroed [n, D], target int64 [n], valid bool [n], logits dtype [n, V], lse dtype [n])."""
+def _chunk(hidden: Tensor, w: Tensor, labels: Tensor, rows: slice, ignore_index: int, dtype: torch.dtype):
+    """One chunk: (hidden rows in w.dtype with ignored ones zeroed [n, D], target int64 [n], valid bool [n], logits dtype [n, V],
+    lse dtype [n])."""
     valid = labels[rows] != ignore_index
     target = torch.where(valid, labels[rows], 0)
     # Selected, not multiplied: an ignored row may hold NaN, and 0 * NaN would reach the weight gradient.
-    real = torch.where(valid[:, None], hidden[rows], 0.0)
-    logits = _matmul(real, weight.t(), dtype)
+    real = torch.where(valid[:, None], hidden[rows], 0.0).to(w.dtype)
+    logits = _matmul(real, w.t(), dtype)
     return real, target, valid, logits, torch.logsumexp(logits, dim=1)

@@ -36,6 +36,8 @@ def find_source(path: str | os.PathLike | Sequence[str | os.PathLike] | None = N
     """
     if path is None:
         return _standard_library()
+    if path == "":
+        raise ValueError("data.path='': names no file; null is the Python library")
     if isinstance(path, (str, os.PathLike)):
         name, files = str(path), _expand(os.fspath(path), pattern)
     else:

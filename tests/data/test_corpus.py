@@ -166,6 +166,7 @@ def test_a_list_a_glob_and_a_folder_of_the_same_files_give_the_same_text(tmp_pat
     (lambda t: t / "no*.txt", FileNotFoundError, r"no\*.txt: no file matches"),
     (lambda t: folder(t / "f", 0), FileNotFoundError, "holds no file that matches"),
     (lambda t: [], ValueError, "names no file"),
+    (lambda t: "", ValueError, "names no file"),
     (lambda t: [t / "nowhere.txt"], FileNotFoundError, "nowhere.txt"),
 ])
 def test_a_missing_source_is_refused_with_its_path(tmp_path, make, error, words):

@@ -130,12 +130,30 @@ def test_fp16_gradients_survive_division_by_a_million_tokens():
     assert abs(weight.grad[0].item() / exact - 1) < 2e-3
 
 
-def test_autocast_does_not_change_the_loss():
-    hidden, weight, labels = make(40)
-    plain = chunked_cross_entropy(hidden, weight, labels)[0]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        under = chunked_cross_entropy(hidden, weight, labels)[0]
-    assert torch.equal(plain, under)
+@pytest.mark.parametrize("device", DEVICES)
+def test_autocast_rounds_the_operands_and_nothing_else(device):
+    needs(device)
+    hidden, weight, labels = make(200, dim=64, vocab=129, device=device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        loss = chunked_cross_entropy(hidden, weight, labels, chunk_rows=64)[0]
+    got = torch.autograd.grad(loss, (hidden, weight))
+    rounded = [t.detach().bfloat16().float() for t in (hidden, weight)]
+    expected = eager_gradients(*rounded, labels, torch.float64)
+    assert loss.dtype == torch.float32 and abs(loss.item() / expected[0].item() - 1) < 1e-6
+    for g, e in zip(got, expected[1:]):
+        assert g.dtype == torch.float32
+        # On a GPU dlogits is a 16-bit operand too; elsewhere it is not, and the gradient is that of the rounded operands.
+        assert (g.double() - e).abs().max() <= (1e-6 if device == "cpu" else 2**-8) * e.abs().max()
+
+
+def test_16_bit_hidden_with_fp32_weights_loses_no_digit_of_the_weights():
+    hidden, weight, labels = make(60)
+    narrow = hidden.detach().bfloat16().requires_grad_()
+    loss = chunked_cross_entropy(narrow, weight, labels)[0]
+    dhidden, dweight = torch.autograd.grad(loss, (narrow, weight))
+    expected = eager_gradients(narrow, weight, labels, torch.float64)
+    assert abs(loss.item() / expected[0].item() - 1) < 1e-6 and dhidden.dtype == torch.bfloat16
+    assert (dweight.double() - expected[2]).abs().max() <= 1e-6 * expected[2].abs().max()
 
 
 def test_logits_exist_one_chunk_at_a_time_and_are_not_kept(monkeypatch):
