@@ -136,7 +136,7 @@ class Mask:
         return cls(causal=right == 0, window_size=(left, right), cu_seqlens=boundaries)
 
     def __eq__(self, other: object) -> bool:
-        return self._key == other._key if isinstance(other, Mask) else NotImplemented
+        return self._key == other._key if type(other) is type(self) else NotImplemented
 
     def __hash__(self) -> int:
         return self._hash
