@@ -32,6 +32,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ringflash.config import Config, validate
+from ringflash.train.folder import claim_run_folder, make_run_folder
+from ringflash.train.text import open_data
 
 CONFIGS = "ringflash.configs"
 _RUN_FOLDER = "--run-folder"
@@ -113,19 +115,19 @@ def num_workers(cfg: Config) -> int:
 
 def check_world(cfg: Config, num_local: int) -> None:
     """What must be here before ranks start: cards, the kernel asked for by name, and the data. ValueError or OSError if not."""
-    from ringflash.train.trainer import open_data, select_kernel
-    from ringflash.train.world import pick_device
+    if cfg.run.device != "cpu" or cfg.attention.kernel != "auto":
+        # torch takes seconds to import: on a CPU the parent does without.
+        from ringflash.train.trainer import select_kernel
+        from ringflash.train.world import pick_device
 
-    device = pick_device(cfg.run.device, num_local - 1)
-    if cfg.attention.kernel != "auto":
-        select_kernel(cfg, device)
+        device = pick_device(cfg.run.device, num_local - 1)
+        if cfg.attention.kernel != "auto":
+            select_kernel(cfg, device)
     open_data(cfg)
 
 
 def parent_folder(cfg: Config) -> Path:
     """The run folder of this job: run.dir, or hydra's own (of a sweep's job, or set by hand), or a fresh one under run.root."""
-    from ringflash.train.startup import claim_run_folder, make_run_folder
-
     hydra_dir = HydraConfig.get().runtime.output_dir
     if cfg.run.dir is not None:
         return claim_run_folder(cfg.run.dir).resolve()
@@ -169,7 +171,7 @@ def run_torchrun(nproc: int, folder: Path, *, cpu: bool) -> int:
 def worker(argv: list[str]) -> int:
     """One rank: agrees with the others on configuration and folder, then trains. Returns the exit code."""
     from ringflash.train.loop import run
-    from ringflash.train.startup import StartError, agree, claim_run_folder, make_run_folder, rendezvous
+    from ringflash.train.startup import StartError, agree, rendezvous
     from ringflash.train.world import leave_on_sigterm
 
     leave_on_sigterm()
@@ -219,9 +221,11 @@ def _is_sweep(argv: list[str]) -> bool:
 
 
 def _on_cpu(cfg: Config) -> bool:
-    from ringflash.train.world import pick_device
+    if cfg.run.device != "auto":
+        return cfg.run.device == "cpu"
+    import torch
 
-    return pick_device(cfg.run.device, 0).type == "cpu"
+    return torch.cuda.device_count() == 0
 
 
 def _complain(message: str) -> None:

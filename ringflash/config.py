@@ -6,8 +6,7 @@ type fails while composing; `validate` holds the rest and names the dotted key, 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, get_type_hints
+from dataclasses import dataclass, field
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
 KERNELS = ("auto", "hopper", "triton", "cpu", "reference")
@@ -117,19 +116,6 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     run: RunConfig = field(default_factory=RunConfig)
-
-
-def from_dict(values: dict, cls: type = Config, prefix: str = "") -> Any:
-    """A Config from nested dicts (what `dataclasses.asdict` gives). Raises ValueError for a key that does not exist."""
-    hints = get_type_hints(cls)
-    known = {f.name for f in fields(cls)}
-    for key in values:
-        if key not in known:
-            raise ValueError(f"{prefix}{key}: no such key; {prefix or 'the config '}has {', '.join(sorted(known))}")
-    return cls(**{
-        key: from_dict(value, hints[key], f"{prefix}{key}.") if is_dataclass(hints[key]) else value
-        for key, value in values.items()
-    })
 
 
 def parallel_degrees(cfg: Config, world_size: int) -> tuple[int, int]:

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from ringflash.config import Config, parallel_degrees
 from ringflash.ring import watchdog
 from ringflash.train.record import Recorder, save_weights
-from ringflash.train.trainer import Data, NonFiniteError, Trainer, activation_dtype, model_config, open_data, select_kernel
+from ringflash.train.text import Data, open_data
+from ringflash.train.trainer import NonFiniteError, Trainer, activation_dtype, model_config, select_kernel
 from ringflash.train.world import World, connect, pick_device
 
 _LAST_STEPS = 10  # over which the summary averages the training loss

@@ -26,33 +26,6 @@ def rendezvous(timeout_s: float) -> tuple[dist.Store, int, int]:
     return next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
 
 
-def make_run_folder(root: str | Path, name: str, now: float | None = None) -> Path:
-    """Creates and returns <root>/<name>-<YYYYmmdd-HHMMSS>, with -2, -3, ... appended when that exists already.
-
-    Creation is the reservation: two launches in one second get two folders.
-    """
-    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
-    Path(root).mkdir(parents=True, exist_ok=True)
-    number = 1
-    while True:
-        folder = Path(root) / (f"{name}-{stamp}" if number == 1 else f"{name}-{stamp}-{number}")
-        try:
-            folder.mkdir()
-            return folder
-        except FileExistsError:
-            number += 1
-
-
-def claim_run_folder(folder: str | Path) -> Path:
-    """Creates `folder` as it was named by the user. Raises ValueError where a run has already left its results."""
-    folder = Path(folder)
-    for leftover in ("metrics.jsonl", ".hydra"):
-        if (folder / leftover).exists():
-            raise ValueError(f"run.dir={folder}: holds a run already ({leftover}); name another folder, or leave run.dir=null")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
 def agree(store: dist.Store, rank: int, world_size: int, *, error: str | None, config: dict | None,
           make_folder: Callable[[], Path], timeout_s: float, speak: Callable[[str], None]) -> Path:
     """The run folder that rank 0 made, once every rank has come with the same `config` and without an `error`.

@@ -8,31 +8,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ringflash import Layout, Mask, ring_attention, shard_batch
+from ringflash import Mask, ring_attention, shard_batch
 from ringflash.config import Config
-from ringflash.data import PackedDataset, find_source, load_corpus, unigram_entropy
 from ringflash.kernels import dispatch
 from ringflash.model import ModelConfig, Transformer
 from ringflash.sharding import ShardedBatch
 from ringflash.train.gradients import clip_gradients, gradient_norm, sum_gradients
 from ringflash.train.optim import build_optimizer, learning_rate
+from ringflash.train.text import Data
 from ringflash.train.world import World
 
 
 class NonFiniteError(RuntimeError):
     """The loss or the gradient norm of a step is inf or NaN. Every rank raises it in the same step, before the weights change."""
-
-
-@dataclass(frozen=True)
-class Data:
-    train: PackedDataset
-    heldout: PackedDataset
-    unigram_nats: float  # of the held-out text, under the byte frequencies of the training text
 
 
 @dataclass(frozen=True)
@@ -42,19 +34,6 @@ class StepResult:
     lr: float
     tokens: int  # of all ranks
     valid_tokens: int
-
-
-def open_data(cfg: Config) -> Data:
-    """The text of the run, ready to read. Raises ValueError or OSError naming data.path for a missing, empty or too small one."""
-    source = find_source(cfg.data.path, pattern=cfg.data.pattern)
-    corpus = load_corpus(source, Path(cfg.data.cache_dir), heldout_fraction=cfg.data.heldout_fraction, max_bytes=cfg.data.max_bytes)
-
-    def packed(split, batch_size: int) -> PackedDataset:
-        return PackedDataset(split.tokens, split.doc_starts, cfg.data.seq_len, seed=cfg.train.seed, batch_size=batch_size,
-                             document_mask=cfg.data.document_mask, content=split.content)
-
-    entropy = unigram_entropy(corpus.heldout.tokens, counts_from=corpus.train.tokens)
-    return Data(packed(corpus.train, cfg.data.batch_size), packed(corpus.heldout, 1), entropy)
 
 
 def activation_dtype(cfg: Config, device: torch.device) -> torch.dtype:
@@ -147,10 +126,9 @@ class Trainer:
 
     def shard(self, batch: dict) -> ShardedBatch:
         """This rank's rows of a micro-batch of its ring; all ranks of the ring agree on mask, layout and batch here."""
-        attention = self.cfg.attention
-        mask = Mask(causal=True, window_size=tuple(attention.window_size), cu_seqlens=batch.get("cu_seqlens"))
-        layout = Layout(attention.layout, self.cfg.data.seq_len, self.world.cp, mask)
-        return shard_batch(batch, layout, group=self.world.cp_group, device=self.world.device)
+        attention, world = self.cfg.attention, self.world
+        return shard_batch(batch, attention.layout, group=world.cp_group, masks=Mask(window_size=tuple(attention.window_size)),
+                           device=world.device)
 
     def count_valid(self, shards: list[ShardedBatch]) -> int:
         """Valid tokens of all micro-batches of all rings."""

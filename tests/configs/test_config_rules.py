@@ -1,11 +1,10 @@
 """Each cross-field rule: the dotted key with its value, the rule with its numbers, the nearest valid values."""
-import dataclasses
 import subprocess
 import sys
 
 import pytest
 
-from ringflash.config import Config, from_dict, parallel_degrees, validate
+from ringflash.config import Config, parallel_degrees, validate
 
 
 def changed(**values) -> Config:
@@ -90,13 +89,6 @@ def test_any_length_is_valid_on_any_ring():
     # No padding: shards may differ by a row, or be empty.
     for seq_len in (2, 3, 7, 1021):
         assert validate(changed(data__seq_len=seq_len), 8) == (1, 8)
-
-
-def test_a_configuration_survives_the_way_through_plain_values():
-    cfg = changed(model__dim=64, attention__window_size=[7, 0], data__path="x")
-    assert from_dict(dataclasses.asdict(cfg)) == cfg
-    with pytest.raises(ValueError, match=r"^model\.dmodel: no such key; model\. has "):
-        from_dict({"model": {"dmodel": 3}})
 
 
 def test_configuration_needs_neither_torch_nor_hydra():

@@ -1,0 +1,102 @@
+"""Is training on N ranks the training of one? One plain SGD step of the same model on the same tokens, both ways, compared.
+
+Plain SGD without clipping: Adam and clipping would both hide a gradient that is wrong by a constant factor.
+"""
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringflash.config import Config, OptimConfig, parallel_degrees
+from ringflash.train.text import Data
+from ringflash.train.trainer import Trainer, activation_dtype
+from ringflash.train.world import connect, single
+
+_SGD = OptimConfig(name="sgd", lr=0.1, warmup_steps=0, weight_decay=0.0, momentum=0.0, grad_clip=0.0)
+# What a different order of summation may cost, in units of eps(activation dtype) x the largest reference value. Measured, W = 2
+# and 4, models of configs/model/{tiny,small}.yaml.
+_BUDGET_EPS = {torch.float32: 64.0, torch.bfloat16: 8.0}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One compared quantity: largest absolute difference over all entries and all ranks, and what is allowed."""
+
+    name: str
+    error: float
+    budget: float
+    scale: float  # the largest absolute value of the reference
+
+    @property
+    def ok(self) -> bool:
+        return math.isfinite(self.error) and self.error <= self.budget
+
+
+@dataclass(frozen=True)
+class Report:
+    dp: int
+    cp: int
+    rows: tuple[Row, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(row.ok for row in self.rows)
+
+    def table(self) -> str:
+        """One line per quantity, the wrong ones marked, and a verdict."""
+        width = max(len(row.name) for row in self.rows)
+        lines = [f"{'one SGD step, dp ' + str(self.dp) + ' x cp ' + str(self.cp) + ' against one rank':<{width}}"
+                 f"  {'largest':>9}  {'error':>9}  {'budget':>9}"]
+        lines += [f"{row.name:<{width}}  {row.scale:>9.2e}  {row.error:>9.2e}  {row.budget:>9.2e}{'' if row.ok else '  WRONG'}"
+                  for row in self.rows]
+        wrong = sum(not row.ok for row in self.rows)
+        lines.append(f"{len(self.rows) - wrong} of {len(self.rows)} within budget")
+        return "\n".join(lines)
+
+    def as_json(self) -> dict:
+        return {"dp": self.dp, "cp": self.cp, "ok": self.ok, "rows": [dataclasses.asdict(row) | {"ok": row.ok} for row in self.rows]}
+
+
+def run(cfg: Config, data: Data, *, device: torch.device, group: dist.ProcessGroup | None = None) -> Report:
+    """Compares step 0 on dp x cp ranks (cfg.parallel; `group` is the default group, None for one rank) with one rank.
+
+    Every rank calls this, computes the one-rank step by itself, and returns the same Report: loss, gradient norm, each parameter's
+    gradient and each parameter after the step. cfg's model, data, attention, dtype and accumulation are used, its optimizer is not.
+    Raises ValueError when dp * cp is not the size of the group, or group is not the default one.
+    """
+    if group is not None and group is not dist.group.WORLD:
+        raise ValueError("equivalence.run compares the default group; dp and cp are cut from it")
+    dp, cp = parallel_degrees(cfg, dist.get_world_size() if group is not None else 1)
+    ring = dataclasses.replace(cfg, optim=_SGD)
+    world = single(device) if group is None else connect(dp, cp, device, timeout_s=cfg.parallel.timeout_s)
+    alone = dataclasses.replace(ring, train=dataclasses.replace(cfg.train, accumulation=cfg.train.accumulation * dp))
+    got, want = _step(Trainer(ring, world, data)), _step(Trainer(alone, single(device), data))
+    dtype = activation_dtype(cfg, device)
+    allowed = _BUDGET_EPS[dtype] * torch.finfo(dtype).eps
+    errors = torch.stack([(got[name] - want[name]).abs().max() for name in want])
+    if world.group is not None:
+        # The worst rank counts: weights that drift apart between ranks show here. A NaN must win over any number.
+        errors = errors.nan_to_num(nan=math.inf, posinf=math.inf)
+        dist.all_reduce(errors, op=dist.ReduceOp.MAX, group=world.group)
+    rows = []
+    for (name, reference), error in zip(want.items(), errors.tolist(), strict=True):
+        scale = float(reference.abs().max())
+        # A weight is compared by what the step did to it, plus the rounding of the weight itself.
+        moved = float(want[f"gradient of {name.removeprefix('weight ')}"].abs().max()) * _SGD.lr if name.startswith("weight ") else scale
+        rows.append(Row(name, error, allowed * moved + 2 * torch.finfo(torch.float32).eps * scale, scale))
+    return Report(dp, cp, tuple(rows))
+
+
+def _step(trainer: Trainer) -> dict[str, Tensor]:
+    """Everything that one step yields, by name, in fp64."""
+    result = trainer.train_step(0)
+    found = {name: torch.tensor(value, dtype=torch.float64)
+             for name, value in (("loss", result.loss), ("gradient norm", result.grad_norm))}
+    found |= {f"gradient of {name}": p.grad for name, p in trainer.model.named_parameters()}
+    found |= {f"weight {name}": p.detach() for name, p in trainer.model.named_parameters()}
+    return {name: tensor.to(device=trainer.world.device, dtype=torch.float64) for name, tensor in found.items()}
