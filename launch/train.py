@@ -49,6 +49,8 @@ def main(argv: list[str] | None = None) -> None:
     if _is_sweep(argv) and not any(a.startswith("hydra.sweep.dir=") for a in argv):
         # The process id makes it unique: two sweeps may start in the same second.
         argv.append(f"hydra.sweep.dir=${{run.root}}/sweep-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+    # argparse takes overrides in one run only: flags first, so that `a=1 -m b=1,2` means what it says.
+    argv.sort(key=lambda a: "=" in a and not a.startswith("-"))
     sys.argv = ["ringflash train", *argv]
     try:
         hydra.main(version_base="1.3", config_path=f"pkg://{CONFIGS}", config_name="train")(launch)()
