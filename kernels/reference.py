@@ -51,6 +51,8 @@ def forward(
         visit_lse = _logsumexp(scores)  # [B, Hq, Sq]
         # Selection, not multiplication: in an empty row the exponent is -inf - -inf.
         p = torch.exp(scores - visit_lse[..., None]).masked_fill(~allowed, 0.0)
+        # The rounding of lse is common to a row's p, and leaves with their sum.
+        p = p / p.sum(-1, keepdim=True).masked_fill(visit_lse[..., None] == -torch.inf, 1.0)
         visit_out = torch.einsum("bhqk,bkhd->bqhd", p, _query_heads(v.to(acc), q.shape[2]))
     if first:
         new_out, new_lse = visit_out, visit_lse
@@ -120,14 +122,14 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     top = torch.maximum(lse_a, lse_b)
     empty = top == -torch.inf
     top = top.masked_fill(empty, 0.0).detach()  # any finite shift is right; its gradient cancels
-    total = torch.exp(lse_a - top) + torch.exp(lse_b - top)
-    finite_lse = top + torch.log(total.masked_fill(empty, 1.0))
-    out = _weighted(out_a, lse_a, finite_lse) + _weighted(out_b, lse_b, finite_lse)
-    return out, finite_lse.masked_fill(empty, -torch.inf)
+    weight_a, weight_b = torch.exp(lse_a - top), torch.exp(lse_b - top)  # [B, H, S], 0 where lse is -inf
+    total = (weight_a + weight_b).masked_fill(empty, 1.0)
+    # Divided by their own sum: exp(lse - merged lse) would carry the rounding of the merged lse, |lse| eps, into every row.
+    out = _weighted(out_a, weight_a / total) + _weighted(out_b, weight_b / total)
+    return out, (top + torch.log(total)).masked_fill(empty, -torch.inf)
 
 
-def _weighted(out: Tensor, lse: Tensor, merged_lse: Tensor) -> Tensor:
-    weight = torch.exp(lse - merged_lse)  # [B, H, S], 0 where lse is -inf
+def _weighted(out: Tensor, weight: Tensor) -> Tensor:
     return out * weight.transpose(1, 2)[..., None]
 
 
