@@ -69,8 +69,8 @@ class Mask:
         put(self, "_key", (left, 0 if causal else right, None if boundaries is None else boundaries.tobytes()))
         put(self, "_hash", hash(self._key))
         if "torch" in sys.modules:
-            # Made here and not when it is first asked for: a compiled graph must find a tensor, whose length it can leave open. Numpy
-            # arrays that it met while tracing would recompile for every number of documents.
+            # Made here and not when it is first asked for: a compiled graph must find a tensor, whose length it can leave open.
+            # Numpy arrays that it met while tracing would recompile for every number of documents.
             _ = self.spec
 
     def check_lengths(self, seq_len_q: int, seq_len_k: int) -> None:
@@ -147,7 +147,8 @@ class Mask:
             parts.append(f"window_size={self.window_size}")
         if self.cu_seqlens is not None:
             shown = self.cu_seqlens.tolist()
-            parts.append(f"cu_seqlens={shown}" if len(shown) <= 12 else f"cu_seqlens=<{len(shown) - 1} documents, {shown[-1]} tokens>")
+            long = f"<{len(shown) - 1} documents, {shown[-1]} tokens>"
+            parts.append(f"cu_seqlens={shown if len(shown) <= 12 else long}")
         return f"Mask({', '.join(parts)})"
 
 
@@ -161,7 +162,7 @@ def _check_window(window_size: Any, causal: bool) -> tuple[int, int]:
             raise ValueError(f"window_size={(left, right)}: {name}={value} must be >= 0, or -1 for unlimited")
     if causal and right > 0:
         raise ValueError(
-            f"window_size={(left, right)} with causal=True: a causal query sees no later key, so right must be 0 or -1, not {right}"
+            f"window_size={(left, right)} with causal=True: a causal query sees no later key: right must be 0 or -1, not {right}"
         )
     return left, right
 
@@ -181,6 +182,7 @@ def _read_boundaries(cu_seqlens: Any) -> np.ndarray:
     falls = np.flatnonzero(np.diff(boundaries) < 0)
     if falls.size:
         i = int(falls[0])
-        raise ValueError(f"cu_seqlens: must not decrease, but cu_seqlens[{i + 1}]={boundaries[i + 1]} < cu_seqlens[{i}]={boundaries[i]}")
+        fall = f"cu_seqlens[{i + 1}]={boundaries[i + 1]} < cu_seqlens[{i}]={boundaries[i]}"
+        raise ValueError(f"cu_seqlens: must not decrease, but {fall}")
     boundaries.flags.writeable = False
     return boundaries

@@ -1,12 +1,13 @@
 """Plan: per rank and step, what is computed and what is sent. Pure: a function of mask and layouts; numpy alone.
 
 Every rank derives the same plan, so every rank knows all messages (Note [Messages are posted in one step by both ends] in
-DESIGN.md). Forward steps are 0 .. num_steps - 1, backward steps 0 .. num_backward_steps - 1. In step s a rank posts one batch, its
-sends and its receives of that step, then computes its visits of step s; what was received is there from step s + 1 on.
+DESIGN.md). Forward steps are 0 .. num_steps - 1, backward steps 0 .. num_backward_steps - 1. In step s a rank posts one batch,
+its sends and its receives of that step, then computes its visits of step s; what was received is there from step s + 1 on.
 """
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -28,8 +29,8 @@ _arrays = BoundedCache(max_weight=64 * 2**20)  # bytes of intervals and bounds, 
 class Visit:
     """What `rank` computes against rows of one owner's block in `step`: all its queries against these key rows.
 
-    rows: local rows of the owner's block; they lie compacted, in this order, in the buffer that arrived (is_own: all the rank's own k, v,
-        as they lie). lane: the direction they came from (0: they did not travel). num_rows: how many they are.
+    rows: local rows of the owner's block; they lie compacted, in this order, in the buffer that arrived (is_own: all the rank's
+        own k, v, as they lie). num_rows: how many. lane: the direction they travelled in (0: they did not).
     Every rank has its own visit in step 0, also when nothing in it is allowed or it has no rows, so that the first visit can
     initialise out, lse and the gradients; all other visits hold at least one allowed pair.
     """
@@ -52,23 +53,24 @@ class Visit:
         key = (self.plan.key, "intervals", self.rank, self.step, self.owner, self.lane)
         return _arrays.get_or_make(key, self._intervals, _weigh)
 
-    @property
+    @cached_property
     def num_pairs(self) -> int:
         """Allowed (query, key) pairs."""
-        k_lo, k_hi, _, _ = self.intervals()
-        return int((k_hi.astype(np.int64) - k_lo).sum())
+        k_lo, k_hi = self._query_side()
+        return int((k_hi - k_lo).sum())
 
-    def _intervals(self) -> Intervals:
+    def _query_side(self) -> tuple[np.ndarray, np.ndarray]:
         shard = Runs(self.plan.layout_k.chunks(self.owner))
         arrived = Runs((start, stop, 1) for start, stop in self.rows)
-        k_lo, k_hi = (
-            arrived.count_below(shard.count_below(end)).astype(np.int32) for end in self.plan.bounds(self.rank)
-        )
-        keys = np.arange(self.num_rows, dtype=np.int32)
-        # Row i reads key j when k_lo[i] <= j < k_hi[i], and both are monotone in i.
-        q_lo = np.searchsorted(k_hi, keys, side="right").astype(np.int32)
-        q_hi = np.searchsorted(k_lo, keys, side="right").astype(np.int32)
-        return _read_only(k_lo, k_hi, q_lo, q_hi)
+        k_lo, k_hi = (arrived.count_below(shard.count_below(end)) for end in self.plan.bounds(self.rank))
+        return k_lo, k_hi
+
+    def _intervals(self) -> Intervals:
+        k_lo, k_hi = self._query_side()
+        # Row i reads key j when k_lo[i] <= j < k_hi[i], and both are monotone in i: so q_lo[j] is the number of rows with
+        # k_hi <= j, and q_hi[j] of those with k_lo <= j.
+        q_lo, q_hi = (np.cumsum(np.bincount(end, minlength=self.num_rows + 1))[: self.num_rows] for end in (k_hi, k_lo))
+        return _read_only(*(end.astype(np.int32) for end in (k_lo, k_hi, q_lo, q_hi)))
 
 
 class Plan:
@@ -130,7 +132,8 @@ class Plan:
         return sum(m.num_rows for m in chosen if kind in (None, m.kind) and rank in (None, m.src))
 
     def bytes_sent(
-        self, pass_: str, *, batch: int, num_kv_heads: int, head_dim: int, itemsize: int, grad_itemsize: int = 4, rank: int | None = None
+        self, pass_: str, *, batch: int, num_kv_heads: int, head_dim: int, itemsize: int, grad_itemsize: int = 4,
+        rank: int | None = None,
     ) -> int:
         """Bytes on the wire: K and V (or their gradients, of grad_itemsize) of each row, per KV head, not per query head."""
         per_row = batch * num_kv_heads * 2 * head_dim
@@ -174,7 +177,8 @@ def build_plan(mask: Mask, layout: Layout, layout_k: Layout | None = None, *, la
     """
     layout_k = layout if layout_k is None else layout_k
     if layout.cp_size != layout_k.cp_size:
-        raise ValueError(f"layout has cp_size={layout.cp_size} but layout_k has cp_size={layout_k.cp_size}: q and k share one ring")
+        sizes = f"layout has cp_size={layout.cp_size} but layout_k has cp_size={layout_k.cp_size}"
+        raise ValueError(f"{sizes}: q and k share one ring")
     if lanes not in ((1, -1), (-1, 1), (1,), (-1,)):
         raise ValueError(f"lanes={lanes!r}: valid are (1, -1), (-1, 1), (1,) and (-1,)")
     mask.check_lengths(layout.seq_len, layout_k.seq_len)

@@ -23,7 +23,7 @@ def row_index(ranges: RowRanges) -> np.ndarray:
 
 
 def true_runs(flags: np.ndarray, edges: np.ndarray | None = None) -> RowRanges:
-    """The runs of True in `flags` (bool [n]), as ranges of indices, or of edges (int64 [n + 1]) where flag i spans two of them."""
+    """The runs of True in `flags` (bool [n]) as ranges of indices, or of edges (int64 [n + 1]): flag i spans edges i, i + 1."""
     if not flags.any():
         return ()
     padded = np.zeros(flags.shape[0] + 2, dtype=np.bool_)
@@ -36,7 +36,7 @@ def true_runs(flags: np.ndarray, edges: np.ndarray | None = None) -> RowRanges:
 
 
 def union_of_intervals(first: np.ndarray, stop: np.ndarray) -> np.ndarray:
-    """What a set of rows reads: the union of [first[i], stop[i]), both non-decreasing [n], as int64 [m, 2], sorted and disjoint."""
+    """The union of [first[i], stop[i]), both non-decreasing [n]: int64 [m, 2], sorted and disjoint."""
     filled = first < stop
     if not filled.all():
         first, stop = first[filled], stop[filled]
@@ -49,7 +49,7 @@ def union_of_intervals(first: np.ndarray, stop: np.ndarray) -> np.ndarray:
 
 
 class Runs:
-    """Sorted values made of runs (start, stop, stride) in order: the positions of a shard, or the rows that arrived of a block."""
+    """Sorted values made of runs (start, stop, stride): the positions of a shard, or the rows that arrived of a block."""
 
     def __init__(self, runs: Iterable[tuple[int, int, int]]):
         table = np.array(list(runs), dtype=np.int64).reshape(-1, 3)

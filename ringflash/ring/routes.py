@@ -1,7 +1,7 @@
 """How the rows of a block reach their readers: directions, hops, and the messages and stops that follow.
 
-Note [Only needed rows travel] and Note [dK and dV travel one step late] in DESIGN.md. Whatever the way of routing, its result is a
-`Route`: the stops at which rows are read and the messages that bring them there.
+Note [Only needed rows travel] and Note [dK and dV travel one step late] in DESIGN.md. Whatever the way of routing, its result
+is a `Route`: the stops at which rows are read and the messages that bring them there.
 """
 from __future__ import annotations
 

@@ -52,7 +52,8 @@ def title(plan: Plan) -> str:
 
 def summary(plan: Plan) -> str:
     """One line: bytes as a fraction of the full rotation, directions and why, how even the work is."""
-    moved = f"moves {plan.rotation_fraction:.2f} of the full rotation's bytes in {plan.num_steps - 1} hop{'s' * (plan.num_steps != 2)}"
+    hops = "1 hop" if plan.num_steps == 2 else f"{plan.num_steps - 1} hops"
+    moved = f"moves {plan.rotation_fraction:.2f} of the full rotation's bytes in {hops}"
     return f"{moved}; {lanes_used(plan)}; {_evenness_text(plan)}"
 
 
@@ -71,7 +72,7 @@ def lanes_used(plan: Plan) -> str:
 
 
 def evenness(plan: Plan) -> list[float]:
-    """Per forward step, the allowed pairs of the busiest rank over those of the mean rank (1.0 is even; 0.0 where nobody works)."""
+    """Per forward step, the allowed pairs of the busiest rank over those of the mean rank (1.0: even; 0.0: nobody works)."""
     result = []
     for step in range(plan.num_steps):
         pairs = [plan.num_pairs(rank, step) for rank in range(plan.cp_size)]
@@ -96,7 +97,8 @@ def png(plan: Plan, path: str | Path) -> None:
     from matplotlib.figure import Figure
 
     size, steps = plan.cp_size, plan.num_steps
-    figure = Figure(figsize=(min(max(9.0, 1.5 + 1.15 * steps), 40.0), min(max(4.0, 2.4 + 0.62 * size), 30.0)), layout="constrained")
+    width, height = min(max(9.0, 1.5 + 1.15 * steps), 40.0), min(max(4.0, 2.4 + 0.62 * size), 30.0)
+    figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     grid, bars = figure.subplots(2, 1, sharex=True, height_ratios=(max(2.0, 0.62 * size), 1.2))
     _draw_grid(plan, grid)
@@ -123,13 +125,15 @@ def _draw_grid(plan: Plan, axes) -> None:
     for rank in range(plan.cp_size):
         for step in range(plan.num_steps):
             visits = plan.visits(rank, step)
-            axes.add_patch(Rectangle((step - 0.46, rank - 0.44), 0.92, 0.88, facecolor="none", edgecolor="#cccccc", linewidth=0.6))
+            frame = dict(facecolor="none", edgecolor="#cccccc", linewidth=0.6)
+            axes.add_patch(Rectangle((step - 0.46, rank - 0.44), 0.92, 0.88, **frame))
             for i, visit in enumerate(visits):
                 shade = 0.12 + 0.78 * visit.num_pairs / most if visit.num_pairs else 0.0
                 left, width = step - 0.46 + 0.92 * i / len(visits), 0.92 / len(visits)
                 colour = palette(visit.owner % palette.N)
                 axes.add_patch(Rectangle((left, rank - 0.44), width, 0.88, facecolor=colour, alpha=shade))
-                axes.text(left + width / 2, rank - 0.08, f"kv {visit.owner}\n{_count(visit.num_pairs)}", ha="center", va="center", fontsize=7)
+                label = f"kv {visit.owner}\n{_count(visit.num_pairs)}"
+                axes.text(left + width / 2, rank - 0.08, label, ha="center", va="center", fontsize=7)
             sent = [f"{'v' if m.lane > 0 else '^'} {_count(m.num_rows)}" for m in plan.sends(rank, step, "forward")]
             axes.text(step, rank + 0.33, "  ".join(sent), ha="center", va="center", fontsize=6, color="#333333")
 

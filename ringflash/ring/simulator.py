@@ -2,8 +2,8 @@
 
 Each rank posts its batches one after the other; a batch is done when all its sends and receives are, and the next is posted only
 then. A send and a receive meet when both are in the batch that their rank has posted, k-th send of a pair with k-th receive:
-there are no tags, order alone decides. gloo and a loopback buffer, and so hide what this finds (Note [Messages are posted in one
-step by both ends] in DESIGN.md).
+there are no tags, order alone decides. gloo and a loopback buffer, and so hide what this finds
+(Note [Messages are posted in one step by both ends] in DESIGN.md).
 """
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def schedule_of(plan: Plan, pass_: str) -> Schedule:
 
 
 def run(plan: Plan, pass_: str) -> None:
-    """Simulates one pass. Raises RendezvousError when its messages deadlock, pair wrongly, or name rows their sender does not hold."""
+    """Simulates one pass. Raises RendezvousError when messages deadlock, pair wrongly, or name rows that are not there."""
     rendezvous(schedule_of(plan, pass_))
     check_rows(plan, pass_)
 
@@ -92,7 +92,7 @@ def rendezvous(schedule: Schedule) -> int:
 
 def _check_match(sent: Message, received: Message) -> None:
     if sent.num_rows != received.num_rows:
-        raise RendezvousError(f"sizes differ: {sent.num_rows} rows are sent as {sent}, {received.num_rows} received as {received}")
+        raise RendezvousError(f"sizes differ: {sent.num_rows} rows sent as {sent}, {received.num_rows} received as {received}")
     if sent != received:
         raise RendezvousError(f"wrong pairing: sent is {sent}, received is {received}")
 

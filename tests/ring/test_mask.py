@@ -105,7 +105,8 @@ def test_documents_longer_than_the_sequence_or_with_other_keys_are_refused_when_
 def test_masks_are_values_equal_by_what_they_allow_and_hashable():
     assert Mask() == Mask(causal=True, window_size=(-1, 0)) == Mask(causal=False, window_size=(-1, 0))
     assert hash(Mask()) == hash(Mask(causal=False, window_size=(-1, 0)))
-    assert Mask(cu_seqlens=[0, 4, 8]) == Mask(cu_seqlens=np.array([0, 4, 8], dtype=np.int32)) == Mask(cu_seqlens=torch.tensor([0, 4, 8]))
+    for boundaries in (np.array([0, 4, 8], dtype=np.int32), torch.tensor([0, 4, 8]), (0, 4, 8), range(0, 9, 4)):
+        assert Mask(cu_seqlens=boundaries) == Mask(cu_seqlens=[0, 4, 8])
     different = [Mask(), Mask(causal=False), Mask(window_size=(3, 0)), Mask(cu_seqlens=[0, 4, 8]), Mask(cu_seqlens=[0, 8])]
     assert len(set(different)) == len(different)
     assert Mask() != "causal"

@@ -31,7 +31,8 @@ def test_both_ends_derive_the_same_sorted_batches_and_together_they_are_all_mess
                     assert all(m.dst == rank and m.step == step for m in recvs)
                     everything.update(sends)
                     for peer in range(cp_size):
-                        assert [m for m in sends if m.dst == peer] == [m for m in case.plan.recvs(peer, step, pass_) if m.src == rank]
+                        received = case.plan.recvs(peer, step, pass_)
+                        assert [m for m in sends if m.dst == peer] == [m for m in received if m.src == rank]
             messages = case.plan.messages(pass_)
             assert everything == Counter(messages) and list(messages) == sorted(messages)
             assert all(count == 1 for count in everything.values())

@@ -152,7 +152,8 @@ def test_a_bounded_cache_forgets_the_longest_unused_and_never_exceeds_its_weight
 
 
 def test_planning_imports_no_torch():
-    code = ("import sys; from ringflash.mask import Mask; from ringflash.layout import Layout; from ringflash.ring import plan, simulator;"
+    code = ("import sys; from ringflash.mask import Mask; from ringflash.layout import Layout;"
+            "from ringflash.ring import plan, simulator;"
             "p = plan.build_plan(Mask(), Layout('zigzag', 16, 4)); simulator.run(p, 'backward'); p.visits(3, 1)[0].intervals();"
             "assert 'torch' not in sys.modules")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -48,7 +48,7 @@ class PlanCase:
 
 
 def cases(kind: str, cp_size: int, seed: int = 0, lengths: int = 3) -> Iterator[PlanCase]:
-    """All masks over a few random lengths of one layout and ring, short ones (empty shards) among them, then some with other keys."""
+    """All masks over a few random lengths of one layout and ring, short ones (empty shards) too, then some with other keys."""
     draw = random.Random(f"{kind} {cp_size} {seed}")
     for name in MASKS:
         for seq_len in (draw.randint(1, 2 * cp_size), *(draw.randint(3, 60) for _ in range(lengths - 1))):
@@ -56,8 +56,8 @@ def cases(kind: str, cp_size: int, seed: int = 0, lengths: int = 3) -> Iterator[
             yield PlanCase(_options(name, seq_len, draw), layout, layout)
     for name in CROSS_MASKS:
         seq_len, seq_len_k = draw.randint(1, 40), draw.randint(1, 40)
-        yield PlanCase(
-            _options(name, min(seq_len, seq_len_k), draw), Layout(kind, seq_len, cp_size), Layout(draw.choice(KINDS), seq_len_k, cp_size))
+        options = _options(name, min(seq_len, seq_len_k), draw)
+        yield PlanCase(options, Layout(kind, seq_len, cp_size), Layout(draw.choice(KINDS), seq_len_k, cp_size))
 
 
 def _options(name: str, seq_len: int, draw: random.Random) -> tuple[tuple[str, object], ...]:
