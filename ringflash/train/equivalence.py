@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -62,11 +63,13 @@ class Report:
         return {"dp": self.dp, "cp": self.cp, "ok": self.ok, "rows": [dataclasses.asdict(row) | {"ok": row.ok} for row in self.rows]}
 
 
-def run(cfg: Config, data: Data, *, device: torch.device, group: dist.ProcessGroup | None = None) -> Report:
+def run(cfg: Config, data: Data, *, device: torch.device, group: dist.ProcessGroup | None = None,
+        weights: Mapping[str, Tensor] | None = None) -> Report:
     """Compares step 0 on dp x cp ranks (cfg.parallel; `group` is the default group, None for one rank) with one rank.
 
     Every rank calls this, computes the one-rank step by itself, and returns the same Report: loss, gradient norm, each parameter's
     gradient and each parameter after the step. cfg's model, data, attention, dtype and accumulation are used, its optimizer is not.
+    weights: a state_dict to start from (a run's weights.pt), else those of train.seed.
     Raises ValueError when dp * cp is not the size of the group, or group is not the default one.
     """
     if group is not None and group is not dist.group.WORLD:
@@ -75,7 +78,7 @@ def run(cfg: Config, data: Data, *, device: torch.device, group: dist.ProcessGro
     ring = dataclasses.replace(cfg, optim=_SGD)
     world = single(device) if group is None else connect(dp, cp, device, timeout_s=cfg.parallel.timeout_s)
     alone = dataclasses.replace(ring, train=dataclasses.replace(cfg.train, accumulation=cfg.train.accumulation * dp))
-    got, want = _step(Trainer(ring, world, data)), _step(Trainer(alone, single(device), data))
+    got, want = (_step(Trainer(made, where, data), weights) for made, where in ((ring, world), (alone, single(device))))
     dtype = activation_dtype(cfg, device)
     allowed = _BUDGET_EPS[dtype] * torch.finfo(dtype).eps
     errors = torch.stack([(got[name] - want[name]).abs().max() for name in want])
@@ -92,8 +95,10 @@ def run(cfg: Config, data: Data, *, device: torch.device, group: dist.ProcessGro
     return Report(dp, cp, tuple(rows))
 
 
-def _step(trainer: Trainer) -> dict[str, Tensor]:
+def _step(trainer: Trainer, weights: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     """Everything that one step yields, by name, in fp64."""
+    if weights is not None:
+        trainer.model.load_state_dict(weights)
     result = trainer.train_step(0)
     found = {name: torch.tensor(value, dtype=torch.float64)
              for name, value in (("loss", result.loss), ("gradient norm", result.grad_norm))}

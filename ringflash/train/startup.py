@@ -18,7 +18,7 @@ _FAREWELL_S = 10.0  # rank 0 may host the store: after a failure it stays until 
 
 
 class StartError(ValueError):
-    """The ranks cannot start together. The same message on every rank; `spoken`: rank 0 has printed it."""
+    """The ranks cannot start together. The same message on every rank; rank 0 has spoken it already."""
 
 
 def rendezvous(timeout_s: float) -> tuple[dist.Store, int, int]:
@@ -46,7 +46,7 @@ def agree(store: dist.Store, rank: int, world_size: int, *, error: str | None, c
         store.wait([f"{_NAMESPACE}/verdict"], timedelta(seconds=timeout_s + _FAREWELL_S))
         verdict = json.loads(store.get(f"{_NAMESPACE}/verdict"))
     if verdict.get("error"):
-        _part(store, rank, world_size)
+        _part(store, rank, verdict.get("present", world_size))
         raise StartError(verdict["error"])
     return Path(verdict["folder"])
 
@@ -57,8 +57,9 @@ def _verdict(store: dist.Store, world_size: int, make_folder: Callable[[], Path]
     for rank in range(world_size):
         try:
             store.wait([f"{_NAMESPACE}/{rank}"], timedelta(seconds=max(deadline - time.monotonic(), 1.0)))
-        except (dist.DistStoreError, RuntimeError) as failure:
-            return {"error": f"rank {rank} of {world_size} did not start within {timeout_s:g} s ({type(failure).__name__})"}
+        except RuntimeError as failure:
+            return {"error": f"rank {rank} of {world_size} did not start within {timeout_s:g} s ({type(failure).__name__})",
+                    "present": rank}
         said.append(json.loads(store.get(f"{_NAMESPACE}/{rank}")))
     errors: dict[str, list[int]] = {}
     for rank, words in enumerate(said):
@@ -93,8 +94,8 @@ def _difference(first: dict, other: dict, prefix: str = "") -> list[str]:
     return found
 
 
-def _part(store: dist.Store, rank: int, world_size: int) -> None:
+def _part(store: dist.Store, rank: int, present: int) -> None:
     store.add(f"{_NAMESPACE}/read", 1)
     deadline = time.monotonic() + _FAREWELL_S
-    while rank == 0 and store.add(f"{_NAMESPACE}/read", 0) < world_size and time.monotonic() < deadline:
+    while rank == 0 and store.add(f"{_NAMESPACE}/read", 0) < present and time.monotonic() < deadline:
         time.sleep(0.05)
