@@ -6,6 +6,8 @@ is bitwise the same from run to run.
 """
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,7 @@ from .intervals import Intervals
 from .triton_backward import backward_kernel, backward_launch, exponent
 from .triton_forward import forward as _forward
 from .triton_support import INTERPRETED, require_rows_last, rows_last
-from .triton_tiles import arch_of, tile_for
+from .triton_tiles import Tile, arch_of, tile_for
 
 name = "triton"
 MAX_HEAD_DIM = 256
@@ -39,7 +41,12 @@ def unavailable(device: torch.device, dtype: torch.dtype, head_dim: int, determi
     return None
 
 
-def _tile(x: Tensor, kind: str):
+def _on(x: Tensor) -> AbstractContextManager:
+    """Triton launches on the current device, whatever the tensors' own."""
+    return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
+
+
+def _tile(x: Tensor, kind: str) -> Tile:
     return tile_for("interpreter" if INTERPRETED else arch_of(x.device), x.shape[-1], kind, x.dtype)
 
 
@@ -60,7 +67,8 @@ def forward(
 
     first: state and lse are written, never read. out given: the last visit; state is then left as it was.
     """
-    _forward(q, k, v, intervals, softmax_scale=softmax_scale, state=state, lse=lse, out=out, first=first, tile=_tile(q, "forward"))
+    with _on(q):
+        _forward(q, k, v, intervals, softmax_scale=softmax_scale, state=state, lse=lse, out=out, first=first, tile=_tile(q, "forward"))
 
 
 @torch.no_grad()
@@ -89,21 +97,22 @@ def backward(
         _write_zeros(dq, dk, dv, accumulate_dq, accumulate_dkv)
         return
     dout, q, k, v = (rows_last(x) for x in (dout, q, k, v))
-    lse_log2, delta = exponent(rows_last(lse)), delta.contiguous()
     tile = _tile(q, "backward")
     separate = deterministic or tile.dq == "separate"
     if separate:
         tile = _tile(q, "dkv")
     elif not accumulate_dq:
         dq.zero_()  # the kernel adds
-    grid, arguments, options = backward_launch(
-        dout, q, k, v, lse_log2, delta, intervals.q_lo, intervals.q_hi, None if separate else dq, dk, dv, softmax_scale,
-        accumulate_dkv, tile)
-    backward_kernel[grid](**arguments, **options)
-    if separate:
-        grid, arguments, options = triton_dq.dq_launch(
-            dout, q, k, v, lse_log2, delta, intervals.k_lo, intervals.k_hi, dq, softmax_scale, accumulate_dq, _tile(q, "dq"))
-        triton_dq.dq_kernel[grid](**arguments, **options)
+    with _on(q):
+        lse_log2, delta = exponent(rows_last(lse)), delta.contiguous()
+        grid, arguments, options = backward_launch(
+            dout, q, k, v, lse_log2, delta, intervals.q_lo, intervals.q_hi, None if separate else dq, dk, dv, softmax_scale,
+            accumulate_dkv, tile)
+        backward_kernel[grid](**arguments, **options)
+        if separate:
+            grid, arguments, options = triton_dq.dq_launch(
+                dout, q, k, v, lse_log2, delta, intervals.k_lo, intervals.k_hi, dq, softmax_scale, accumulate_dq, _tile(q, "dq"))
+            triton_dq.dq_kernel[grid](**arguments, **options)
 
 
 def _write_zeros(dq: Tensor, dk: Tensor, dv: Tensor, accumulate_dq: bool, accumulate_dkv: bool) -> None:
@@ -117,4 +126,36 @@ def _write_zeros(dq: Tensor, dk: Tensor, dv: Tensor, accumulate_dq: bool, accumu
 @torch.no_grad()
 def delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
     """rowsum(dout * out) - dlse: fp32 [B, Hq, Sq]. dout, out: [B, Sq, Hq, D], dlse [B, Hq, Sq], any strides."""
-    return triton_dq.delta(dout, out, dlse)
+    with _on(out):
+        return triton_dq.delta(dout, out, dlse)
+
+
+def warmup(
+    dtype: torch.dtype, head_dim: int, device: torch.device | str, *,
+    batch: int = 1, num_heads: int = 2, num_kv_heads: int = 1, deterministic: bool = False,
+) -> None:
+    """Compile every variant of a run by launching it on a few rows: first / fold / last visits, and the backward with and without
+    accumulating. Before the first collective, on every rank: a compile in mid-run looks like a hang to the peers.
+
+    The heads and batch are the run's own: what a kernel is specialised on is whether strides are multiples of 16.
+    """
+    device = torch.device(device)
+    rows = 16
+    q = torch.zeros((batch, rows, num_heads, head_dim), dtype=dtype, device=device)
+    kv = torch.zeros((rows, batch, num_kv_heads, 2 * head_dim), dtype=dtype, device=device)
+    k, v = (x.transpose(0, 1) for x in kv.split(head_dim, -1))
+    bounds = torch.zeros(rows, dtype=torch.int32), torch.full((rows,), rows, dtype=torch.int32)
+    intervals = Intervals.from_host(*bounds, *bounds, device)
+    state = torch.zeros((batch, rows, num_heads, head_dim), dtype=torch.float32, device=device)
+    lse = torch.zeros((batch, num_heads, rows), dtype=torch.float32, device=device)
+    out = torch.zeros_like(q)
+    for first in (True, False):
+        for result in (None, out):
+            forward(q, k, v, intervals, softmax_scale=1.0, state=state, lse=lse, out=result, first=first)
+    dkv = torch.zeros((rows, batch, num_kv_heads, 2 * head_dim), dtype=torch.float32, device=device)
+    dk, dv = (x.transpose(0, 1) for x in dkv.split(head_dim, -1))
+    for dlse in (None, lse):
+        row_sums = delta(out, out, dlse)
+    for accumulate in (False, True):
+        backward(out, q, k, v, lse, row_sums, intervals, softmax_scale=1.0, dq=state, dk=dk, dv=dv,
+                 accumulate_dq=accumulate, accumulate_dkv=accumulate, deterministic=deterministic)

@@ -60,15 +60,17 @@ def _step(
         row_lse = tl.load(lse_log2 + row_base + rows)
         row_delta = tl.load(delta + row_base + rows)
     scores = dot(k_tile, q_tile.T, UPCAST)
-    p = tl.exp2(scores * scale_log2 - row_lse[None, :])
+    exponents = scores * scale_log2 - row_lse[None, :]
     if MASKED:
         seen = (rows[None, :] >= lo[:, None]) & (rows[None, :] < hi[:, None])
-        p = tl.where(seen, p, 0.0)
+        exponents = tl.where(seen, exponents, -float("inf"))
+    p = tl.exp2(exponents)
     dv = dot_add(rounded(p, dout_tile.dtype, UPCAST), dout_tile, dv, UPCAST)
     dp = dot(v_tile, dout_tile.T, UPCAST)
     ds = p * (dp - row_delta[None, :])
     if MASKED:
-        ds = tl.where(seen, ds, 0.0)  # by selection: 0 * (inf or NaN) would stay NaN
+        # By selection: 0 * (inf or NaN) would stay NaN. Testing p spares the registers that would hold `seen`.
+        ds = tl.where(p == 0.0, 0.0, ds)
     ds = rounded(ds, q_tile.dtype, UPCAST)
     dk = dot_add(ds, q_tile, dk, UPCAST)
     if DQ == "tma":
@@ -228,7 +230,7 @@ def backward_launch(
         dout=describe(dout, tile.block_m, width) if tma else dout,
         q_lo=q_lo, q_hi=q_hi, lse_log2=lse_log2, delta=delta,
         dq=describe(dq, tile.block_m, width) if mode == "tma" else dq,
-        dk=dk, dv=dv, softmax_scale=softmax_scale, **steps,
+        dk=dk, dv=dv, softmax_scale=float(softmax_scale), **steps,
         num_q=num_q, num_k=num_k, num_heads=num_heads, group=num_heads // num_kv_heads, num_kv_total=batch * num_kv_heads,
         section=section_heads(k, batch * num_kv_heads, tile.section_bytes),
         HEAD_DIM=head_dim, D_PAD=width, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,

@@ -20,12 +20,16 @@ def _step(
 ):
     scores = dot(q_tile, k_tile.T, UPCAST)
     dp = dot(dout_tile, v_tile.T, UPCAST)
-    p = tl.exp2(scores * scale_log2 - row_lse[:, None])
-    ds = p * (dp - row_delta[:, None])
+    exponents = scores * scale_log2 - row_lse[:, None]
     if MASKED:
         cols = col0 + tl.arange(0, BLOCK_N)
         seen = (cols[None, :] >= lo[:, None]) & (cols[None, :] < hi[:, None])
-        ds = tl.where(seen, ds, 0.0)  # by selection: 0 * (inf or NaN) would stay NaN
+        exponents = tl.where(seen, exponents, -float("inf"))
+    p = tl.exp2(exponents)
+    ds = p * (dp - row_delta[:, None])
+    if MASKED:
+        # By selection: 0 * (inf or NaN) would stay NaN. Testing p spares the registers that would hold `seen`.
+        ds = tl.where(p == 0.0, 0.0, ds)
     return dot_add(rounded(ds, k_tile.dtype, UPCAST), k_tile, dq, UPCAST)
 
 
@@ -135,7 +139,7 @@ def dq_launch(
         k=describe(k, tile.block_n, width) if tma else k,
         v=describe(v, tile.block_n, width) if tma else v,
         dout=describe(dout, tile.block_m, width) if tma else dout,
-        k_lo=k_lo, k_hi=k_hi, lse_log2=lse_log2, delta=delta, dq=dq, softmax_scale=softmax_scale, **steps,
+        k_lo=k_lo, k_hi=k_hi, lse_log2=lse_log2, delta=delta, dq=dq, softmax_scale=float(softmax_scale), **steps,
         num_q=num_q, num_k=num_k, num_heads=num_heads, group=num_heads // num_kv_heads, num_kv_total=batch * num_kv_heads,
         section=section_heads(k, batch * num_kv_heads, tile.section_bytes),
         HEAD_DIM=head_dim, D_PAD=width, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,

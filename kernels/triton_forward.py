@@ -168,16 +168,17 @@ def forward_launch(
     width = padded_head_dim(head_dim)
     tma = tile.tma and describable(q) and describable(k) and describable(v)
     section = section_heads(k, batch * num_kv_heads, tile.section_bytes)
-    (q_s, k_s, v_s, state_s, out_s) = (strides(x) for x in (q, k, v, state, out))
-    lse_s = strides(lse, (0, 1))
+    if first and out is not None:
+        state = None  # neither read nor written
+    steps = {f"{name}_s{dim}": step for name, x in (("q", q), ("k", k), ("v", v), ("state", state), ("out", out))
+             for dim, step in zip("bsh", strides(x))}
+    lse_sb, lse_sh = strides(lse, (0, 1))
     arguments = dict(
         q=describe(q, tile.block_m, width) if tma else q,
         k=describe(k, tile.block_n, width) if tma else k,
         v=describe(v, tile.block_n, width) if tma else v,
-        k_lo=k_lo, k_hi=k_hi, state=state, lse=lse, out=out, softmax_scale=softmax_scale,
-        q_sb=q_s[0], q_ss=q_s[1], q_sh=q_s[2], k_sb=k_s[0], k_ss=k_s[1], k_sh=k_s[2], v_sb=v_s[0], v_ss=v_s[1], v_sh=v_s[2],
-        state_sb=state_s[0], state_ss=state_s[1], state_sh=state_s[2], out_sb=out_s[0], out_ss=out_s[1], out_sh=out_s[2],
-        lse_sb=lse_s[0], lse_sh=lse_s[1], num_q=num_q, num_k=num_k, num_heads=num_heads, group=group,
+        k_lo=k_lo, k_hi=k_hi, state=state, lse=lse, out=out, softmax_scale=float(softmax_scale),
+        **steps, lse_sb=lse_sb, lse_sh=lse_sh, num_q=num_q, num_k=num_k, num_heads=num_heads, group=group,
         num_kv_total=batch * num_kv_heads, section=section,
         HEAD_DIM=head_dim, D_PAD=width, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         FIRST=first, WRITE_STATE=out is None, WRITE_OUT=out is not None, TMA=tma, UPCAST=INTERPRETED,
@@ -199,7 +200,7 @@ def forward(
         raise ValueError("forward: state may be None only when this visit is both the first and the last")
     if 0 in q.shape:
         return
-    if k.shape[1] == 0:
+    if k.shape[1] == 0 or intervals.is_empty:
         _nothing_to_see(state, lse, out, first)
         return
     # The kernel keeps the maximum of the raw scores, which needs a positive scale.

@@ -44,8 +44,8 @@ TILES: dict[tuple[str, int, str, str], Tile] = {
     ("hopper", 128, "dkv", "half"): Tile(64, 128, 8, 2, tma=True),
     ("hopper", 256, "dkv", "half"): Tile(64, 64, 8, 2, tma=True),
     ("hopper", 64, "dq", "half"): Tile(128, 128, 8, 2, tma=True),
-    ("hopper", 128, "dq", "half"): Tile(128, 64, 8, 2, tma=True),
-    ("hopper", 256, "dq", "half"): Tile(64, 64, 8, 1, tma=True),
+    ("hopper", 128, "dq", "half"): Tile(128, 128, 8, 2, tma=True),
+    ("hopper", 256, "dq", "half"): Tile(128, 32, 8, 2, tma=True),
     # 160 KiB of shared memory and more (A100, data-center Blackwell).
     ("ampere", 64, "forward", "half"): Tile(128, 64, 4, 3),
     ("ampere", 128, "forward", "half"): Tile(128, 64, 8, 3),
@@ -73,14 +73,15 @@ TILES: dict[tuple[str, int, str, str], Tile] = {
     ("small", 128, "dq", "half"): Tile(64, 32, 8, 1),
     ("small", 256, "dq", "half"): Tile(32, 16, 4, 1),
     # float32 with IEEE products runs on the general cores: small tiles, for correctness work only.
-    ("any", 64, "forward", "float"): Tile(32, 32, 4, 1),
-    ("any", 128, "forward", "float"): Tile(32, 32, 4, 1),
+    # Their dots are unrolled: larger tiles would compile for minutes.
+    ("any", 64, "forward", "float"): Tile(32, 32, 8, 1),
+    ("any", 128, "forward", "float"): Tile(32, 32, 8, 1),
     ("any", 256, "forward", "float"): Tile(16, 16, 4, 1),
-    ("any", 64, "dkv", "float"): Tile(32, 32, 4, 1),
-    ("any", 128, "dkv", "float"): Tile(32, 32, 8, 1),
+    ("any", 64, "dkv", "float"): Tile(32, 32, 8, 1),
+    ("any", 128, "dkv", "float"): Tile(16, 32, 8, 1),
     ("any", 256, "dkv", "float"): Tile(16, 16, 8, 1),
-    ("any", 64, "dq", "float"): Tile(32, 32, 4, 1),
-    ("any", 128, "dq", "float"): Tile(32, 32, 8, 1),
+    ("any", 64, "dq", "float"): Tile(32, 32, 8, 1),
+    ("any", 128, "dq", "float"): Tile(32, 16, 8, 1),
     ("any", 256, "dq", "float"): Tile(16, 16, 8, 1),
 }
 for _d in (64, 128, 256):

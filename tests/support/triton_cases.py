@@ -63,18 +63,12 @@ def documents(num_q: int, num_k: int) -> tuple[Tensor, Tensor]:
 
 
 def gaps(num_q: int, num_k: int) -> tuple[Tensor, Tensor]:
-    """Every third row is empty, others see a moving stretch."""
+    """Stretches of six rows over their own keys; the last row of each stretch is empty, in the middle of tiles."""
     rows = torch.arange(num_q)
-    lo = rows * num_k // max(1, num_q)
-    lo = (lo // 3 * 3).clamp(max=num_k)
-    hi = torch.minimum(lo + max(1, num_k // 3), torch.tensor(num_k))
-    empty = rows % 3 == 1
-    # an empty row's point lies between its neighbours' ends, so that both arrays stay non-decreasing
-    lo = torch.where(empty, torch.cummax(torch.where(empty, 0, hi), 0).values, lo)
-    hi = torch.where(empty, lo, hi)
-    lo = torch.flip(torch.cummin(torch.flip(lo, [0]), 0).values, [0])
-    hi = torch.cummax(hi, 0).values
-    return torch.minimum(lo, hi), hi
+    start, stop = ((rows // 6 + i) * 6 * num_k // max(1, num_q) for i in (0, 1))
+    start, stop = start.clamp(max=num_k), stop.clamp(max=num_k)
+    lo = torch.where(rows % 6 == 5, stop, start)
+    return lo, start + (rows % 6 + 1) * (stop - start) // 6
 
 
 def nothing(num_q: int, num_k: int) -> tuple[Tensor, Tensor]:
