@@ -77,7 +77,10 @@ def run(cfg: Config, *, store: dist.Store, rank: int, world_size: int, folder: P
         torch.cuda.set_device(device)
     data = open_data(cfg)
     # Before the first collective: a compile that one rank is still busy with looks like a hang to the others.
-    select_kernel(cfg, device).warmup(activation_dtype(cfg, device), model_config(cfg).resolved_head_dim, device)
+    model = model_config(cfg)
+    select_kernel(cfg, device).warmup(
+        activation_dtype(cfg, device), model.resolved_head_dim, device, batch=cfg.data.batch_size, num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads, deterministic=cfg.attention.deterministic)
     try:
         world = connect(dp, cp, device, timeout_s=cfg.parallel.timeout_s + _GROUP_GRACE_S, store=store, rank=rank)
         watchdog.start(cfg.parallel.timeout_s, store.clone() if world_size > 1 else None)
