@@ -5,9 +5,10 @@
 for the largest error (size: the largest |reference|) and for the RMS error (size: the RMS of the reference: rounding errors are
 relative to each element, so their RMS is at most eps/2 times the RMS of the elements). lse is judged by eps(float32).
 
-Where summands cancel, the size is that of the summands (oracle.py), times the eps of the dtype that sums are taken in, if that is
-larger: a score's rounding does not know that lse comes out near 0, and a row with one key has dq = 0 exactly as the
-difference of two rounded numbers. In 16 bits this changes nothing but such constructed cases.
+Where summands cancel, the size is that of the summands (Result.magnitude), times the eps of the dtype that sums are taken in, if
+that is larger: a score's rounding does not know that lse comes out near 0, and a row with one key has dq = 0 exactly as the
+difference of two rounded numbers. In 16 bits this changes nothing but such constructed cases; in float32 it is 5 to 20
+roundings instead of 2.
 
 What the mask leaves out must be exact: lse -inf at exactly the same places, out, dq, dk and dv exactly 0 there, all else finite.
 """

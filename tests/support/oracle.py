@@ -100,7 +100,8 @@ def _run(q, k, v, mask, softmax_scale, dout, dlse, rows, key_rows, *, compute, r
         dk, dv, is_read = dk[:, key_rows], dv[:, key_rows], is_read[key_rows]
     if rounded is not None:
         out, dq, dk, dv = (x if x is None else x.to(rounded) for x in (out, dq, dk, dv))
-    return Result(q.dtype, out, lse, dq, dk, dv, is_read if dout is not None else None, _magnitudes(q, k, out, dout, scale, wanted))
+    magnitudes = _magnitudes(q, k, out, lse, dout, dv, scale, wanted)
+    return Result(q.dtype, out, lse, dq, dk, dv, is_read if dout is not None else None, magnitudes)
 
 
 @dataclass(frozen=True)
@@ -166,15 +167,18 @@ class _Pass:
         return out.flatten(2, 3), torch.logsumexp(scores, dim=-1).flatten(1, 2)
 
 
-def _magnitudes(q: Tensor, k: Tensor, out: Tensor, dout: Tensor | None, scale: float, rows: Tensor) -> dict[str, float]:
+def _magnitudes(q, k, out, lse, dout, dv, scale: float, rows: Tensor) -> dict[str, float]:
     """Sizes of summands, from above. lse: a score by Cauchy and Schwarz. dq, dk: score gradients p * (dp - delta) times k, q:
-    with one key in a row dp = delta and the exact value is 0, but each of the two is rounded."""
+    with one key in a row dp = delta and the exact value is 0, but each of the two is rounded. dv: a flash backward has p as
+    exp(score - lse), where the rounding of lse, eps * |lse|, is a relative error of p."""
     q_rows = q.detach()[:, rows].double()
     k_all = k.detach().double()
     sizes = {"lse": scale * _largest(q_rows.norm(dim=-1)) * _largest(k_all.norm(dim=-1))}
     if dout is not None:
         terms = scale * _largest((dout.detach()[:, rows].double() * out.double()).abs().sum(-1))
         sizes["dq"], sizes["dk"] = terms * _largest(k_all), terms * _largest(q_rows)
+    if dv is not None:
+        sizes["dv"] = _largest(lse) * _largest(dv)
     return sizes
 
 
