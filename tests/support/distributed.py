@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-GRACE_S = 15.0                                              # after the first failure, for the others to say what they saw
+GRACE_S = 10.0                                              # after the first failure, for the others to say what they saw
 
 
 @dataclass(frozen=True)
