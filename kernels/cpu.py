@@ -6,7 +6,8 @@ columns that an end crosses only. 16-bit inputs are raised to float32 and rounde
 shapes and dtypes: reference.py.
 
 Plain products, not ATen's flash operator: that one needs an additive mask for anything but top-left causal, has no lse for rows
-without keys, and dies on empty inputs. Measured with `python -m ringflash.kernels.cpu` (one thread of an AMD EPYC with AVX-512, torch 2.13, 2026-11-29), float32, causal, ms:
+without keys, and dies on empty inputs. `python -m ringflash.kernels.cpu` measures both; float32, causal, ms, one thread of an
+AMD EPYC with AVX-512, torch 2.13, 2026-11-29:
 
     rows  Hq/Hkv  D    forward: ours  ATen masked  ATen causal    backward: ours  ATen masked  ATen causal
     1024  4/2    32              9.2          8.8          5.8              16.2         22.3         15.6

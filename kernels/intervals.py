@@ -52,7 +52,8 @@ class Intervals:
         would read past a buffer or skip a tile. (That q_* is the transpose of k_* is the caller's word.)
         """
         if k_lo.shape != k_hi.shape or q_lo.shape != q_hi.shape or k_lo.ndim != 1 or q_lo.ndim != 1:
-            raise ValueError(f"intervals: shapes {[tuple(x.shape) for x in (k_lo, k_hi, q_lo, q_hi)]}, want [Sq], [Sq], [Sk], [Sk]")
+            shapes = [tuple(x.shape) for x in (k_lo, k_hi, q_lo, q_hi)]
+            raise ValueError(f"intervals: shapes {shapes}, want [Sq], [Sq], [Sk], [Sk]")
         for name, x in (("k_lo", k_lo), ("k_hi", k_hi), ("q_lo", q_lo), ("q_hi", q_hi)):
             if x.dtype != torch.int32 or x.device.type != "cpu":
                 raise ValueError(f"intervals: {name} is {x.dtype} on {x.device}, want torch.int32 on cpu")

@@ -1,8 +1,9 @@
 """The specification of a kernel, in dense PyTorch: any floating dtype, any device, any head dim. Always deterministic.
 
 A visit attends query rows to one block of keys and folds the result into the state (out, lse) that a row has from earlier
-visits (DESIGN.md, Note [Folding]); the backward takes the merged lse, so visits simply add up (Note [Backward needs only the
-merged lse]). It makes [B, Hq, Sq, Sk] tensors: for tests, small lengths and float64. Other backends promise the same contract.
+visits: DESIGN.md, Note [Folding]. The backward takes the merged lse, so that visits simply add up: DESIGN.md,
+Note [Backward needs only the merged lse]. It makes [B, Hq, Sq, Sk] tensors: for tests, small lengths and float64. The other
+backends promise the same contract.
 
 Shapes: q, dout [B, Sq, Hq, D]; k, v [B, Sk, Hkv, D]; any strides; query head h reads kv head h // (Hq // Hkv).
 acc = accumulate_dtype(q.dtype): float32, or float64 for float64. lse is the natural log. Sq = 0 and Sk = 0 are legal.
@@ -97,7 +98,8 @@ def backward(
         visit_dq = torch.einsum("bhqk,bkhd->bqhd", ds, _query_heads(k_acc, num_heads))
         visit_dk = _sum_groups(torch.einsum("bhqk,bqhd->bkhd", ds, q_acc), num_kv_heads)
         visit_dv = _sum_groups(torch.einsum("bhqk,bqhd->bkhd", p, dout_acc), num_kv_heads)
-    for grad, visit, accumulate in ((dq, visit_dq, accumulate_dq), (dk, visit_dk, accumulate_dkv), (dv, visit_dv, accumulate_dkv)):
+    visits = (dq, visit_dq, accumulate_dq), (dk, visit_dk, accumulate_dkv), (dv, visit_dv, accumulate_dkv)
+    for grad, visit, accumulate in visits:
         if accumulate:
             grad.add_(visit)
         else:
@@ -162,10 +164,11 @@ def _sum_groups(x: Tensor, num_kv_heads: int) -> Tensor:
 def check_shapes(q: Tensor, k: Tensor, v: Tensor, intervals: Intervals) -> None:
     """Raises ValueError when q, k, v and the intervals do not belong together."""
     if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
-        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: want [B, Sq, Hq, D], [B, Sk, Hkv, D] twice, "
-                         "with Hq a multiple of Hkv")
+        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: want [B, Sq, Hq, D] and twice "
+                         "[B, Sk, Hkv, D], with Hq a multiple of Hkv")
     if (intervals.num_q, intervals.num_k) != (q.shape[1], k.shape[1]):
-        raise ValueError(f"intervals of {intervals.num_q} x {intervals.num_k} rows for q of {q.shape[1]} and k of {k.shape[1]} rows")
+        raise ValueError(f"intervals of {intervals.num_q} x {intervals.num_k} rows for q of {q.shape[1]} and k of "
+                         f"{k.shape[1]} rows")
 
 
 @contextmanager

@@ -83,7 +83,8 @@ def test_kernel_folds_blocks_whose_lse_lie_far_apart(kernel, gap, larger_first):
     v = torch.tensor([2.0, 6.0]).view(1, 2, 1, 1)
     ends = torch.zeros(1, dtype=torch.int32), torch.full((1,), 2, dtype=torch.int32)
     blocks = [torch.tensor([0]), torch.tensor([1])]
-    result = attend_in_visits(backend, torch.ones(1, 1, 1, 1), k, v, *ends, blocks, softmax_scale=1.0, dout=torch.ones(1, 1, 1, 1))
+    one = torch.ones(1, 1, 1, 1)
+    result = attend_in_visits(backend, one, k, v, *ends, blocks, softmax_scale=1.0, dout=one)
     weight = 1.0 / (1.0 + math.exp(-gap))  # of the larger one
     first = weight if larger_first else 1.0 - weight
     assert result["out"].item() == pytest.approx(2.0 * first + 6.0 * (1.0 - first), rel=1e-6)
