@@ -7,7 +7,7 @@ shapes and dtypes: reference.py.
 
 Plain products, not ATen's flash operator: that one needs an additive mask for anything but top-left causal, has no lse for rows
 without keys, and dies on empty inputs. `python -m ringflash.kernels.cpu` measures both; float32, causal, ms, one thread of an
-AMD EPYC with AVX-512, torch 2.13, 2026-11-29:
+AMD EPYC with AVX-512 that other work shared, so compare ratios, torch 2.13, 2026-11-29:
 
     rows  Hq/Hkv  D    forward: ours  ATen masked  ATen causal    backward: ours  ATen masked  ATen causal
     1024  4/2    32              9.2          8.8          5.8              16.2         22.3         15.6
