@@ -129,7 +129,7 @@ def parallel_degrees(cfg: Config, world_size: int) -> tuple[int, int]:
 def validate(cfg: Config, world_size: int) -> tuple[int, int]:
     """Checks every rule that a schema cannot hold; returns (dp, cp).
 
-    Raises ValueError with one line for each broken rule: dotted key and value, the rule with its numbers, the nearest valid values.
+    Raises ValueError with a line for each broken rule: dotted key and value, the rule with its numbers, the nearest valid values.
     """
     problem, degrees = _degrees(cfg.parallel, world_size)
     problems = [problem] if problem else []
@@ -188,7 +188,8 @@ def _at_least(cfg: Config, low: float, *keys: str) -> list[str]:
 
 def _positive(cfg: Config, *keys: str) -> list[str]:
     values = ((key, getattr(getattr(cfg, key.split(".")[0]), key.split(".")[1])) for key in keys)
-    return [f"{key}={value}: must be a finite number above 0" for key, value in values if not (math.isfinite(value) and value > 0)]
+    wrong = ((key, value) for key, value in values if not (math.isfinite(value) and value > 0))
+    return [f"{key}={value}: must be a finite number above 0" for key, value in wrong]
 
 
 def _fraction(key: str, value: float) -> list[str]:
@@ -205,7 +206,8 @@ def _one_of(key: str, value: str, valid: tuple[str, ...]) -> list[str]:
 def _model(cfg: Config) -> list[str]:
     m = cfg.model
     keys = ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "loss_chunk_rows")
-    problems = _at_least(cfg, 1, *(f"model.{key}" for key in keys)) + _positive(cfg, "model.rope_base", "model.norm_eps", "model.init_std")
+    problems = _at_least(cfg, 1, *(f"model.{key}" for key in keys))
+    problems += _positive(cfg, "model.rope_base", "model.norm_eps", "model.init_std")
     if problems:
         return problems
     if m.num_heads % m.num_kv_heads:
@@ -230,10 +232,12 @@ def _data(cfg: Config) -> list[str]:
     # One token gives no label: the label of a token is the next one.
     problems = _at_least(cfg, 2, "data.seq_len") + _at_least(cfg, 1, "data.batch_size")
     if d.path == "":
-        problems.append("data.path='': names no file; a file, a glob or a folder, e.g. data.path=my_texts (null: Python's library)")
+        problems.append("data.path='': names no file; a file, a glob or a folder, e.g. data.path=my_texts "
+                        "(null: the Python library)")
     if d.document_mask and d.batch_size > 1:
-        problems.append(f"data.batch_size={d.batch_size}: packed documents (data.document_mask=true) need batch_size 1, since all "
-                        f"rows of a batch share one mask; nearest: 1, with train.accumulation={d.batch_size * cfg.train.accumulation}")
+        problems.append(f"data.batch_size={d.batch_size}: packed documents (data.document_mask=true) need "
+                        "batch_size 1, since all rows of a batch share one mask; nearest: 1, with "
+                        f"train.accumulation={d.batch_size * cfg.train.accumulation}")
     if not 0 < d.heldout_fraction < 1:
         problems.append(f"data.heldout_fraction={d.heldout_fraction}: a share of the documents, above 0 and below 1")
     if d.max_bytes is not None and d.max_bytes < 1:

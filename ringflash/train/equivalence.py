@@ -60,15 +60,16 @@ class Report:
         return "\n".join(lines)
 
     def as_json(self) -> dict:
-        return {"dp": self.dp, "cp": self.cp, "ok": self.ok, "rows": [dataclasses.asdict(row) | {"ok": row.ok} for row in self.rows]}
+        rows = [dataclasses.asdict(row) | {"ok": row.ok} for row in self.rows]
+        return {"dp": self.dp, "cp": self.cp, "ok": self.ok, "rows": rows}
 
 
 def run(cfg: Config, data: Data, *, device: torch.device, group: dist.ProcessGroup | None = None,
         weights: Mapping[str, Tensor] | None = None) -> Report:
     """Compares step 0 on dp x cp ranks (cfg.parallel; `group` is the default group, None for one rank) with one rank.
 
-    Every rank calls this, computes the one-rank step by itself, and returns the same Report: loss, gradient norm, each parameter's
-    gradient and each parameter after the step. cfg's model, data, attention, dtype and accumulation are used, its optimizer is not.
+    Every rank calls this, computes the one-rank step by itself, and returns the same Report: loss, gradient norm, each
+    parameter's gradient and each parameter after the step. cfg's optimizer is not used, all else of it is.
     weights: a state_dict to start from (a run's weights.pt), else those of train.seed.
     Raises ValueError when dp * cp is not the size of the group, or group is not the default one.
     """
@@ -90,7 +91,9 @@ def run(cfg: Config, data: Data, *, device: torch.device, group: dist.ProcessGro
     for (name, reference), error in zip(want.items(), errors.tolist(), strict=True):
         scale = float(reference.abs().max())
         # A weight is compared by what the step did to it, plus the rounding of the weight itself.
-        moved = float(want[f"gradient of {name.removeprefix('weight ')}"].abs().max()) * _SGD.lr if name.startswith("weight ") else scale
+        moved = scale
+        if name.startswith("weight "):
+            moved = _SGD.lr * float(want[f"gradient of {name.removeprefix('weight ')}"].abs().max())
         rows.append(Row(name, error, allowed * moved + 2 * torch.finfo(torch.float32).eps * scale, scale))
     return Report(dp, cp, tuple(rows))
 

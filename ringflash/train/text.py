@@ -18,7 +18,8 @@ class Data:
 def open_data(cfg: Config) -> Data:
     """The text of the run, ready to read. Raises ValueError or OSError naming data.path for a missing, empty or too small one."""
     source = find_source(cfg.data.path, pattern=cfg.data.pattern)
-    corpus = load_corpus(source, Path(cfg.data.cache_dir), heldout_fraction=cfg.data.heldout_fraction, max_bytes=cfg.data.max_bytes)
+    corpus = load_corpus(source, Path(cfg.data.cache_dir), heldout_fraction=cfg.data.heldout_fraction,
+                         max_bytes=cfg.data.max_bytes)
 
     def packed(split, batch_size: int) -> PackedDataset:
         return PackedDataset(split.tokens, split.doc_starts, cfg.data.seq_len, seed=cfg.train.seed, batch_size=batch_size,

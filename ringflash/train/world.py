@@ -113,7 +113,8 @@ def leave_on_sigterm() -> None:
     def watch() -> None:
         while True:
             if signal.SIGTERM in os.read(read_end, 64):
-                print(f"rank {os.environ.get('RANK', '0')}: stopped by SIGTERM; {watchdog.describe()}", file=sys.stderr, flush=True)
+                rank = os.environ.get("RANK", "0")
+                print(f"rank {rank}: stopped by SIGTERM; {watchdog.describe()}", file=sys.stderr, flush=True)
                 os._exit(128 + signal.SIGTERM)
 
     threading.Thread(target=watch, name="ringflash-sigterm", daemon=True).start()

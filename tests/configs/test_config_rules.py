@@ -37,10 +37,14 @@ RULES = [
     (dict(attention__exchange="copy"), 1, "attention.exchange=copy: is not built yet; valid: auto, nccl, gloo"),
     (dict(attention__exchange="nccl", run__device="cpu"), 1, "attention.exchange=nccl: run.device=cpu has no NCCL"),
     (dict(attention__window_size=[4]), 1, "attention.window_size=[4]: two numbers, [left, right]; e.g. [4,0]"),
-    (dict(attention__window_size=[-2, 0]), 1, "attention.window_size=[-2, 0]: each is at least 0, or -1 for unlimited; nearest: [-1,0]"),
-    (dict(attention__window_size=[8, 3]), 1, "attention.window_size=[8, 3]: attention is causal, so right is 0 or -1; nearest: [8,0]"),
-    (dict(parallel__dp=3, parallel__cp=-1), 8, "parallel.dp=3: must divide the world size 8 to leave cp whole ranks; nearest: 2 or 4"),
-    (dict(parallel__dp=-1, parallel__cp=5), 8, "parallel.cp=5: must divide the world size 8 to leave dp whole ranks; nearest: 4 or 8"),
+    (dict(attention__window_size=[-2, 0]), 1, "attention.window_size=[-2, 0]: each is at least 0, or -1 for "
+     "unlimited; nearest: [-1,0]"),
+    (dict(attention__window_size=[8, 3]), 1, "attention.window_size=[8, 3]: attention is causal, so "
+     "right is 0 or -1; nearest: [8,0]"),
+    (dict(parallel__dp=3, parallel__cp=-1), 8, "parallel.dp=3: must divide the world size 8 to "
+     "leave cp whole ranks; nearest: 2 or 4"),
+    (dict(parallel__dp=-1, parallel__cp=5), 8, "parallel.cp=5: must divide the world size 8 to "
+     "leave dp whole ranks; nearest: 4 or 8"),
     (dict(parallel__dp=2, parallel__cp=3), 8, "parallel.dp=2, parallel.cp=3: dp * cp must be the world size, 2 * 3 = 6 is not 8; "
      "nearest: parallel.dp=2 parallel.cp=4 or parallel.dp=4 parallel.cp=2 (or start 6 ranks)"),
     (dict(parallel__dp=-1, parallel__cp=-1), 8, "parallel.dp=-1, parallel.cp=-1: only one of them can be what is left"),

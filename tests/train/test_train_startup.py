@@ -1,4 +1,4 @@
-"""What ranks settle before any process group exists, and the folder of a run. Threads stand for ranks: the store is all they share."""
+"""What ranks settle before any process group exists, and the folder of a run. Threads stand for ranks."""
 import threading
 import time
 
@@ -21,8 +21,9 @@ def start(tmp_path, ranks: list[dict]) -> tuple[list, list[str], list]:
     def one(rank: int, delay_s: float = 0.0, error=None, config=None):
         time.sleep(delay_s)
         try:
-            outcomes[rank] = agree(dist.FileStore(store_path, len(ranks)), rank, len(ranks), error=error, config=config or {"a": 1},
-                                   make_folder=make_folder, timeout_s=20.0, speak=spoken.append)
+            store = dist.FileStore(store_path, len(ranks))
+            outcomes[rank] = agree(store, rank, len(ranks), error=error, config=config or {"a": 1}, make_folder=make_folder,
+                                   timeout_s=20.0, speak=spoken.append)
         except StartError as refused:
             outcomes[rank] = refused
 

@@ -20,7 +20,8 @@ DEADLINE_S = 100.0
 def tiny(*, dp: int = 1, cp: int = -1, accumulation: int = 1, seq_len: int = 45, **train) -> Config:
     """SGD without clipping: a gradient that is wrong by a factor shows."""
     return Config(
-        model=ModelConfig(vocab_size=257, dim=24, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=40, head_dim=8, loss_chunk_rows=7),
+        model=ModelConfig(vocab_size=257, dim=24, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=40, head_dim=8,
+                          loss_chunk_rows=7),
         data=DataConfig(seq_len=seq_len),
         attention=AttentionConfig(layout="zigzag", kernel="reference"),
         parallel=ParallelConfig(dp=dp, cp=cp, timeout_s=60.0),
@@ -45,7 +46,7 @@ def with_train(cfg: Config, **values) -> Config:
 
 
 def run_ranks(body, world_size: int, folder: Path) -> list:
-    """body(rank) -> anything torch.save takes, in world_size processes joined by gloo; what each returned. Fails with the tracebacks otherwise."""
+    """body(rank) -> anything torch.save takes, in world_size processes joined by gloo; what each returned, or their tracebacks."""
     # A fork of a server that has imported torch already costs less than an interpreter of its own for each rank.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
