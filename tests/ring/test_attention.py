@@ -1,0 +1,124 @@
+"""ring_attention on one rank: what it refuses and how, and that every option takes effect."""
+import pytest
+import torch
+
+from ringflash import Layout, Mask, ring_attention, simulate
+from ringflash.tests.support.ring_cases import differing, judge, make_inputs, run
+
+_Q = torch.zeros(1, 8, 4, 8)
+_K = torch.zeros(1, 8, 2, 8)
+_TWO = torch.zeros(2, 8, 2, 8)
+
+_REFUSED = [
+    # options, error, what the message names
+    (dict(kernel="fast"), ValueError, "kernel='fast'.*auto.*cpu.*reference"),
+    (dict(kernel="hopper"), RuntimeError, "kernel='hopper'"),
+    (dict(kernel="triton"), RuntimeError, "kernel='triton'"),
+    (dict(exchange="mpi"), ValueError, "exchange='mpi'.*auto, nccl, gloo"),
+    (dict(exchange="copy"), NotImplementedError, "exchange='copy'"),
+    (dict(layout="spiral"), ValueError, "spiral.*contiguous, zigzag, striped"),
+    (dict(layout="balanced"), NotImplementedError, "balanced"),
+    (dict(layout="auto"), NotImplementedError, "auto"),
+    (dict(layout=3), ValueError, "layout=3"),
+    (dict(layout=Layout("zigzag", 8, 2)), ValueError, "cp_size=2.*cp_size=1"),
+    (dict(layout=Layout("zigzag", 9, 1)), ValueError, "q: 8 local rows.*seq_len=9.*gives it 9"),
+    (dict(layout_k="spiral"), ValueError, "spiral"),
+    (dict(layout=Layout("zigzag", 8, 1), mask=Mask(causal=False)), ValueError, "not among layout.masks"),
+    (dict(mask=Mask(), causal=False), ValueError, "mask together with causal"),
+    (dict(mask=Mask(), window_size=(1, 0)), ValueError, "mask together with window_size"),
+    (dict(mask="causal"), ValueError, "mask='causal'"),
+    (dict(window_size=(-2, 0)), ValueError, "window_size"),
+    (dict(window_size=(2, 1)), ValueError, "right"),
+    (dict(cu_seqlens=[0, 9]), ValueError, r"cu_seqlens\[-1\]=9"),
+    (dict(cu_seqlens=[1, 8]), ValueError, "start at 0"),
+    (dict(softcap=30.0), NotImplementedError, "softcap=30.0"),
+    (dict(sinks=torch.zeros(4)), NotImplementedError, "sinks"),
+    (dict(rotate="q"), NotImplementedError, "rotate='q'"),
+    (dict(rotate="left"), ValueError, "rotate='left'"),
+    (dict(q=torch.zeros(8, 4, 8)), ValueError, "q: shape.*3 dims"),
+    (dict(q="q"), ValueError, "q: must be a torch.Tensor"),
+    (dict(q=_Q.bfloat16()), ValueError, "dtype: q, k and v.*q torch.bfloat16"),
+    (dict(q=_Q.int(), k=_K.int(), v=_K.int()), ValueError, "q.dtype=torch.int32.*torch.bfloat16"),
+    (dict(q=torch.zeros(1, 8, 5, 8)), ValueError, "num_kv_heads=2 must divide num_heads=5.*nearest valid: .1, 5"),
+    (dict(k=torch.zeros(1, 7, 2, 8)), ValueError, "v: shape"),
+    (dict(k=torch.zeros(1, 8, 2, 4), v=torch.zeros(1, 8, 2, 4)), ValueError, "k: head_dim 4.*q has 8"),
+    (dict(v=torch.zeros(1, 8, 2, 4)), NotImplementedError, "v: head_dim 4.*k's 8"),
+    (dict(q=torch.zeros(2, 8, 4, 8)), ValueError, "k: batch size 1.*q has 2"),
+    (dict(q=torch.zeros(2, 8, 4, 8), k=_TWO, v=_TWO, cu_seqlens=[0, 8]), ValueError, "cu_seqlens with batch size 2.*B == 1"),
+    (dict(k=torch.zeros(1, 8, 2, 8, device="meta"), v=torch.zeros(1, 8, 2, 8, device="meta")), ValueError, "device: q, k and v"),
+]
+
+
+@pytest.mark.parametrize("options, error, names", _REFUSED, ids=[f"{i}-{error.__name__}" for i, (_, error, _) in enumerate(_REFUSED)])
+def test_what_cannot_be_is_refused_with_the_key_and_the_rule(options, error, names, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for attend in (ring_attention, lambda q, k, v, **rest: simulate(q, k, v, cp_size=1, **rest)):
+        if attend is not ring_attention and "seq_len=9" in names:
+            names = "8 rows.*seq_len=9"
+        with pytest.raises(error, match=names):
+            attend(**{"q": _Q, "k": _K, "v": _K, **options})
+
+
+def test_a_group_that_is_none_of_the_kinds_is_refused():
+    with pytest.raises(ValueError, match="group='world'.*ProcessGroup.*DeviceMesh"):
+        ring_attention(_Q, _K, _K, group="world")
+    with pytest.raises(ValueError, match="exchange='nccl'.*simulate"):
+        simulate(_Q, _K, _K, cp_size=2, exchange="nccl")
+    with pytest.raises(ValueError, match="cp_size"):
+        simulate(_Q, _K, _K, cp_size=0)
+
+
+@pytest.mark.parametrize("options", (
+    {}, {"causal": False}, {"window_size": (2, 0)}, {"cu_seqlens": [0, 3, 3, 8]}, {"cu_seqlens": torch.tensor([0, 5]), "causal": False}))
+def test_every_option_has_a_right_backward_on_one_rank(options):
+    inputs = make_inputs(11)
+    for more in ({"layout": "striped"}, {"deterministic": True}, {"kernel": "reference"}, {"kernel": "cpu", "exchange": "gloo"},
+                 {"softmax_scale": 0.7}):
+        ours = run(ring_attention, inputs, **options, **more)
+        scale = {"softmax_scale": more["softmax_scale"]} if "softmax_scale" in more else {}
+        assert not judge(ours, inputs, **options, **scale), more
+        with_value = Layout("zigzag", 11, 1, Mask(**options))
+        assert not differing(run(ring_attention, inputs, **{**more, "layout": with_value}), ours)
+
+
+def test_without_return_lse_the_gradients_are_those_of_out_alone():
+    inputs = make_inputs(11)
+    q, k, v = inputs.fresh()
+    out = ring_attention(q, k, v)
+    out.backward(inputs.dout)
+    expected = run(ring_attention, inputs, with_dlse=False)
+    assert torch.equal(out, expected["out"]) and torch.equal(q.grad, expected["dq"])
+    assert not judge(expected, inputs, with_dlse=False)
+
+
+def test_a_layout_of_several_masks_takes_each_and_starts_with_its_first():
+    inputs = make_inputs(9)
+    window, full = Mask(window_size=(2, 0)), Mask(causal=False)
+    layout = Layout("zigzag", 9, 1, (window, full))
+    assert not differing(run(ring_attention, inputs, layout=layout), run(ring_attention, inputs, mask=window))
+    assert not differing(run(ring_attention, inputs, layout=layout, causal=False), run(ring_attention, inputs, mask=full))
+
+
+@pytest.mark.parametrize("kernel", ("reference", "cpu"))
+def test_no_rows_of_q_or_of_k_are_legal(kernel):
+    # An empty shard meets this on every step; here with a ring of more ranks than rows.
+    inputs = make_inputs(2, seq_len_k=1)
+    ours = run(simulate, inputs, cp_size=8, kernel=kernel)
+    assert not judge(ours, inputs)
+    assert ours["out"].shape == (1, 2, 4, 8)
+
+
+def test_double_backward_is_refused():
+    q, k, v = make_inputs(6).fresh()
+    out = ring_attention(q, k, v)
+    (grad,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError):
+        grad.sum().backward()
+
+
+def test_tensors_are_left_as_they_were():
+    inputs = make_inputs(8)
+    before = [x.clone() for x in (inputs.q, inputs.k, inputs.v, inputs.dout, inputs.dlse)]
+    run(ring_attention, inputs, cu_seqlens=[0, 5])
+    run(simulate, inputs, cp_size=3, cu_seqlens=[0, 5])
+    assert all(torch.equal(x, y) for x, y in zip(before, (inputs.q, inputs.k, inputs.v, inputs.dout, inputs.dlse)))

@@ -1,0 +1,90 @@
+"""torch.compile and the custom ops."""
+import pytest
+import torch
+import torch._dynamo
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from ringflash import Layout, Mask, ring_attention
+from ringflash.ring.ops import RingArguments, attention_backward, attention_forward
+from ringflash.tests.support.ring_cases import differing, make_inputs, run
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def _arguments(**changed):
+    values = dict(mask=None, causal=-1, left=-1, right=-1, layout=None, layout_kind="zigzag", masks=[], layout_k=None, layout_k_kind="",
+                  softmax_scale=0.5, group_name="", kernel="reference", exchange="auto", deterministic=False, is_agreed=False)
+    return RingArguments(**{**values, **changed}).flatten()
+
+
+def _by_value():
+    masks = (Mask(cu_seqlens=[0, 5, 12]), Mask(window_size=(3, 0), cu_seqlens=[0, 5, 12]))
+    layout = Layout("striped", 12, 1, masks)
+    return dict(layout=layout.spec, layout_kind="", mask=masks[1].spec, masks=[mask.spec for mask in masks], deterministic=True)
+
+
+@pytest.mark.parametrize("changed", ({}, {"causal": 0, "left": 3, "right": 2}, _by_value()), ids=("name", "sugar", "value"))
+def test_opcheck_passes_for_both_directions(changed):
+    inputs = make_inputs(12)
+    arguments = _arguments(**changed)
+    torch.library.opcheck(attention_forward, (*inputs.fresh(), *arguments))
+    out, lse = attention_forward(inputs.q, inputs.k, inputs.v, *arguments)
+    for dlse in (None, inputs.dlse):
+        torch.library.opcheck(attention_backward, (inputs.dout, dlse, inputs.q, inputs.k, inputs.v, out, lse, *arguments))
+
+
+@pytest.mark.parametrize("options", (
+    {}, {"causal": False}, {"causal": True, "window_size": (3, 0)}, {"causal": False, "window_size": [2, 2]}, {"mask": Mask(causal=False)},
+    {"layout": "contiguous", "deterministic": True, "softmax_scale": 0.25, "kernel": "reference"},
+    {"layout": Layout("striped", 12, 1, Mask(cu_seqlens=[0, 4, 12]))}, {"layout_k": "striped"}))
+def test_one_graph_equals_eager_forward_and_backward(options):
+    inputs = make_inputs(12)
+    compiled = torch.compile(lambda q, k, v, **more: ring_attention(q, k, v, **options, **more), backend="aot_eager", fullgraph=True)
+    assert not differing(run(compiled, inputs), run(ring_attention, inputs, **options))
+
+
+def test_20_batches_of_different_documents_compile_at_most_twice():
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def attend(q, k, v, layout, **options):
+        out = q
+        for mask in layout.masks:
+            out, lse = ring_attention(out, k, v, layout=layout, mask=mask, **options)
+        return out, lse
+
+    compiled = torch.compile(attend, backend=counter, fullgraph=True)
+    inputs = make_inputs(32)
+    for number in range(20):
+        ends = [0, *sorted({5 + number, *range(1, 1 + number % 7)}), 32]
+        layout = Layout("zigzag", 32, 1, (Mask(cu_seqlens=ends), Mask(cu_seqlens=ends, window_size=(6, 0))))
+        layout.set_token(f"batch {number}")                 # as shard_batch does: new for each batch
+        options = dict(layout=layout, kernel="reference")
+        assert not differing(run(compiled, inputs, **options), run(attend, inputs, **options))
+    assert counter.frame_count <= 2
+
+
+def test_lengths_may_change_in_one_dynamic_graph():
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda q, k, v, **more: ring_attention(q, k, v, kernel="cpu", **more), backend=counter, fullgraph=True,
+                             dynamic=True)
+    counts = []
+    for seq_len in (10, 12, 31):                            # not 8, the head_dim: equal sizes are taken for the same symbol
+        inputs = make_inputs(seq_len)
+        assert not differing(run(compiled, inputs), run(ring_attention, inputs, kernel="cpu"))
+        counts.append(counter.frame_count)
+    assert counts == counts[:1] * 3
+
+
+@pytest.mark.slow
+def test_inductor_equals_eager():
+    inputs = make_inputs(16)
+    compiled = torch.compile(lambda q, k, v, **more: ring_attention(q * 2, k, v, kernel="cpu", **more), fullgraph=True)
+    ours = run(compiled, inputs)
+    theirs = run(lambda q, k, v, **more: ring_attention(q * 2, k, v, kernel="cpu", **more), inputs)
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name])
