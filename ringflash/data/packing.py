@@ -32,7 +32,8 @@ class PackedDataset:
     def __init__(self, tokens, doc_starts, seq_len: int, *, seed: int = 0, document_mask: bool = True, batch_size: int = 1,
                  content: str = ""):
         self.doc_starts = np.asarray(doc_starts, np.int64)
-        if self.doc_starts.ndim != 1 or len(self.doc_starts) < 2 or self.doc_starts[0] or np.any(np.diff(self.doc_starts) < 0):
+        starts = self.doc_starts
+        if starts.ndim != 1 or len(starts) < 2 or starts[0] or np.any(np.diff(starts) < 0):
             raise ValueError("doc_starts must be int64 [N + 1], non-decreasing from 0")
         self.num_tokens = int(self.doc_starts[-1])
         if self.num_tokens != len(tokens):
@@ -41,13 +42,15 @@ class PackedDataset:
             raise ValueError(f"data.seq_len={seq_len}: must lie between 1 and the size of the text, {self.num_tokens} tokens "
                              f"in {len(self.doc_starts) - 1} documents")
         if batch_size < 1 or (document_mask and batch_size > 1):
-            raise ValueError(f"data.batch_size={batch_size}: must be {'1 where documents are masked' if document_mask else '>= 1'}")
+            rule = "1 where documents are masked (data.document_mask=true)" if document_mask else "at least 1"
+            raise ValueError(f"data.batch_size={batch_size}: must be {rule}")
         self.tokens, self.seq_len, self.seed, self.content = tokens, seq_len, seed, content
         self.document_mask, self.batch_size = document_mask, batch_size
         self.num_samples = self.num_tokens // seq_len
         self._epochs: OrderedDict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = OrderedDict()
 
-    def sample_numbers(self, step: int, micro_batch: int, dp_rank: int, *, num_micro_batches: int, dp_size: int) -> tuple[int, ...]:
+    def sample_numbers(self, step: int, micro_batch: int, dp_rank: int, *, num_micro_batches: int,
+                       dp_size: int) -> tuple[int, ...]:
         """Numbers of the samples of one micro-batch of one data-parallel rank, batch_size of them.
 
         A step takes num_micro_batches * dp_size * batch_size consecutive numbers, so it sees the same samples however they are
@@ -62,7 +65,7 @@ class PackedDataset:
         return tuple(range(first, first + self.batch_size))
 
     def batch(self, step: int, micro_batch: int, dp_rank: int, *, num_micro_batches: int, dp_size: int) -> dict:
-        """{"tokens": LazyTokens [B, seq_len]} and, with document_mask, "cu_seqlens": int32 [N + 1]; arguments as sample_numbers."""
+        """{"tokens": LazyTokens [B, seq_len]} and, with document_mask, "cu_seqlens": int32 [N + 1]. See sample_numbers."""
         samples = self.sample_numbers(step, micro_batch, dp_rank, num_micro_batches=num_micro_batches, dp_size=dp_size)
         batch = {"tokens": LazyTokens(self, samples)}
         if self.document_mask:
@@ -82,7 +85,8 @@ class PackedDataset:
     def cu_seqlens(self, sample: int) -> np.ndarray:
         """Document boundaries within a sample, int32 [N + 1] from 0 to seq_len, strictly rising; ends may cut documents."""
         _, line_starts, start = self._window(sample)
-        inner = line_starts[np.searchsorted(line_starts, start, "right"):np.searchsorted(line_starts, start + self.seq_len, "left")]
+        first, stop = np.searchsorted(line_starts, start, "right"), np.searchsorted(line_starts, start + self.seq_len, "left")
+        inner = line_starts[first:stop]
         return np.unique(np.concatenate(([0], inner - start, [self.seq_len]))).astype(np.int32)
 
     def batch_hash(self, samples: Sequence[int]) -> int:

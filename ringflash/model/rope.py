@@ -22,7 +22,7 @@ def rope_cos_sin(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor,
 
 
 def rope_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [B, S, H, D] turned by (cos, sin) fp32 [S, D // 2], pairing dims i and i + D // 2; computed in fp32, returned in x.dtype."""
+    """x [B, S, H, D] turned by (cos, sin) fp32 [S, D // 2], pairing dims i and i + D // 2; fp32 inside, returned in x.dtype."""
     low, high = x.float().chunk(2, dim=-1)
     cos, sin = cos[:, None, :], sin[:, None, :]
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)

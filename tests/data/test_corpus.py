@@ -228,4 +228,5 @@ def test_unigram_entropy_of_known_texts():
 def test_unigram_entropy_of_the_standard_library_is_near_3_2_nats(tmp_path):
     corpus = load_corpus(find_source(), tmp_path / "cache", max_bytes=2_000_000)
     assert 2.8 < unigram_entropy(corpus.train.tokens) < 3.5
-    assert os.path.getsize(next((tmp_path / "cache").glob("*.bin"))) == 2 * (len(corpus.train.tokens) + len(corpus.heldout.tokens))
+    size = os.path.getsize(next((tmp_path / "cache").glob("*.bin")))
+    assert size == 2 * (len(corpus.train.tokens) + len(corpus.heldout.tokens))

@@ -161,7 +161,30 @@ def test_what_does_not_fit_is_refused(make, words):
         make()
 
 
-@pytest.mark.parametrize("key", [(Ellipsis, [5]), (Ellipsis, [-1]), (0, [1]), 0, (Ellipsis, 1), (Ellipsis, [[1]]), (Ellipsis, [0.5])])
+@pytest.mark.parametrize("key", [(Ellipsis, [5]), (Ellipsis, [-1]), (0, [1]), 0, (Ellipsis, 1), (Ellipsis, [[1]]),
+                                 (Ellipsis, [0.5])])
 def test_rows_outside_the_sample_and_other_indexing_are_errors(key):
     with pytest.raises(IndexError):
         PackedDataset(TOKENS, STARTS, 5).batch(0, 0, 0, num_micro_batches=1, dp_size=1)["tokens"][key]
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
+def test_shard_batch_reads_only_own_rows_and_their_successors_and_puts_the_batch_together_again(kind):
+    from ringflash import Layout, Mask, shard_batch
+
+    size, seq_len, valid = 4, 61, 0
+    seen, labelled = np.full(seq_len, -1), np.full(seq_len, -1)
+    for rank in range(size):
+        spy = Spy(TOKENS)
+        batch = PackedDataset(spy, STARTS, seq_len).batch(0, 0, 0, num_micro_batches=1, dp_size=1)
+        layout = Layout(kind, seq_len, size, Mask(causal=True, cu_seqlens=batch["cu_seqlens"]))
+        part = shard_batch(batch, layout, rank=rank)
+        assert len(spy.read) <= 2 * len(part.positions)
+        seen[part.positions], labelled[part.positions] = part.tokens[0], part.labels[0]
+        valid += int((part.labels != -100).sum())
+    dataset = PackedDataset(TOKENS, STARTS, seq_len)
+    tokens, ends = whole(dataset, 0), dataset.cu_seqlens(0)[1:] - 1
+    assert seen.tolist() == tokens.tolist()
+    assert valid == seq_len - len(ends) and (labelled[ends] == -100).all()
+    inner = np.setdiff1d(np.arange(seq_len), ends)
+    assert labelled[inner].tolist() == tokens[inner + 1].tolist()
