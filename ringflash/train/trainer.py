@@ -103,8 +103,8 @@ class Trainer:
         # Loss and norm are the same numbers on every rank, so all of them stop here or none does.
         for name, value in (("loss", loss), ("gradient norm", norm)):
             if not torch.isfinite(torch.tensor(value)):
-                raise NonFiniteError(f"step {step + 1}: the {name} is {value}; the weights are those of step {step}. A lower optim.lr="
-                                     f"{cfg.optim.lr:g} or a longer optim.warmup_steps={cfg.optim.warmup_steps} may help")
+                raise NonFiniteError(f"step {step + 1}: the {name} is {value}; the weights are those of step {step}. A lower "
+                                     f"optim.lr={cfg.optim.lr:g} or longer optim.warmup_steps={cfg.optim.warmup_steps} may help")
         tokens = world.dp * count * cfg.data.batch_size * cfg.data.seq_len
         return StepResult(loss, norm, learning_rate(cfg.optim, step, cfg.train.steps), tokens, valid)
 

@@ -63,7 +63,8 @@ def test_an_experiment_file_starts_with_its_command(experiment):
 
 
 @pytest.mark.parametrize("override", ["model.dmodel=3", "parallel.tp=2", "trainer.steps=1", "data.seq_len=abc",
-                                      "data.seq_len=1e6", "train.steps=2.5", "attention.deterministic=maybe", "attention.window_size=[a,0]"])
+                                      "data.seq_len=1e6", "train.steps=2.5", "attention.deterministic=maybe",
+                                      "attention.window_size=[a,0]"])
 def test_a_typo_or_a_wrong_type_fails_while_composing(override):
     with pytest.raises(ConfigCompositionException) as caught:
         composed(override)

@@ -46,7 +46,7 @@ def with_train(cfg: Config, **values) -> Config:
 
 
 def run_ranks(body, world_size: int, folder: Path) -> list:
-    """body(rank) -> anything torch.save takes, in world_size processes joined by gloo; what each returned, or their tracebacks."""
+    """body(rank) -> anything torch.save takes, on world_size processes joined by gloo; what each returned."""
     # A fork of a server that has imported torch already costs less than an interpreter of its own for each rank.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
