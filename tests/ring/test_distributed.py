@@ -16,6 +16,14 @@ from ringflash.tests.support.distributed import check_ranks, run_ranks
 from ringflash.tests.support.ring_cases import LAYOUTS, Inputs, differing, make_inputs, masks, run
 
 
+def _device():
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
+
+
+def _kernels():
+    return ("reference", "triton" if _device() == "cuda" else "cpu")
+
+
 def _local(inputs, layout, rank):
     parts = [shard(x, layout, rank=rank) for x in (inputs.q, inputs.k, inputs.v, inputs.dout)]
     return Inputs(*parts, shard(inputs.dlse, layout, rank=rank, dim=2))
@@ -40,23 +48,23 @@ def _equals_loopback(rank, world_size):
     for row, kind in enumerate(LAYOUTS):
         for column, name in enumerate(masks(1)):            # every layout with every mask; lengths and kernels in turn
             seq_len = (29, 8 * world_size, 3)[(row + column) % 3]
-            kernel = ("reference", "cpu")[column % 2]
+            kernel = _kernels()[column % 2]
             mask = masks(seq_len)[name]
             layout = Layout(kind, seq_len, world_size, Mask(**mask), group=dist.group.WORLD)
-            inputs = make_inputs(seq_len, dtype=torch.bfloat16)
+            inputs = make_inputs(seq_len, dtype=torch.bfloat16, head_dim=16).to(_device())
             whole = run(simulate, inputs, cp_size=world_size, layout=kind, kernel=kernel, **mask)
             ours = run(ring_attention, _local(inputs, layout, rank), layout=layout, group=dist.group.WORLD, kernel=kernel)
             assert not differing(ours, _own(whole, layout, rank)), (kernel, kind, seq_len, name)
-    inputs = make_inputs(8 * world_size, batch=2)
+    inputs = make_inputs(8 * world_size, batch=2).to(_device())
     layout = Layout("striped", 8 * world_size, world_size)
     ours = run(ring_attention, _local(inputs, layout, rank), layout="striped", window_size=(5, 0), group=dist.group.WORLD,
-               kernel="reference", exchange="gloo")
+               kernel="reference", exchange=dist.get_backend())
     whole = run(simulate, inputs, cp_size=world_size, layout="striped", window_size=(5, 0), kernel="reference")
     assert not differing(ours, _own(whole, layout, rank))
 
 
 def _lengths_differ(rank, world_size):
-    inputs = make_inputs(4 * world_size, seq_len_k=6 * world_size)
+    inputs = make_inputs(4 * world_size, seq_len_k=6 * world_size).to(_device())
     layout, layout_k = Layout("zigzag", 4 * world_size, world_size), Layout("contiguous", 6 * world_size, world_size)
     whole = run(simulate, inputs, cp_size=world_size, layout=layout, layout_k=layout_k, kernel="reference")
     local = Inputs(*(shard(x, y, rank=rank) for x, y in ((inputs.q, layout), (inputs.k, layout_k), (inputs.v, layout_k),
@@ -69,7 +77,7 @@ def _lengths_differ(rank, world_size):
 
 
 def _bytes_are_the_plans(rank, world_size):
-    inputs = make_inputs(40, heads=8, kv_heads=2, head_dim=16, dtype=torch.bfloat16)
+    inputs = make_inputs(40, heads=8, kv_heads=2, head_dim=16, dtype=torch.bfloat16).to(_device())
     for kind in LAYOUTS:
         layout = Layout(kind, 40, world_size, group=dist.group.WORLD)
         with exchange.record_traffic() as log:
@@ -87,11 +95,11 @@ def _rings_side_by_side(rank, world_size):
     """Two rings in one job, of contiguous and of strided ranks, also as the axes of a mesh."""
     if world_size != 4:
         return
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    mesh = dist.init_device_mesh(_device(), (2, 2), mesh_dim_names=("dp", "cp"))
     for members, axis in ((((0, 1), (2, 3)), "cp"), (((0, 2), (1, 3)), "dp")):
         groups = [dist.new_group(list(ranks)) for ranks in members]
         index = next(i for i, ranks in enumerate(members) if rank in ranks)
-        inputs = make_inputs(14, seed=index)                # each ring has data of its own
+        inputs = make_inputs(14, seed=index).to(_device())                # each ring has data of its own
         layout = Layout("zigzag", 14, 2)
         whole = run(simulate, inputs, cp_size=2, kernel="reference")
         cp_rank = members[index].index(rank)
@@ -102,11 +110,11 @@ def _rings_side_by_side(rank, world_size):
 
 def _checkpointing_is_bitwise(rank, world_size):
     layout = Layout("zigzag", 23, world_size, (Mask(), Mask(window_size=(4, 0))), group=dist.group.WORLD)
-    inputs = _local(make_inputs(23), layout, rank)
+    inputs = _local(make_inputs(23, head_dim=16).to(_device()), layout, rank)
 
     def layers(q, k, v):
         for mask in layout.masks:
-            q = ring_attention(q, k, v, layout=layout, mask=mask, group=dist.group.WORLD, kernel="cpu", deterministic=True)
+            q = ring_attention(q, k, v, layout=layout, mask=mask, group=dist.group.WORLD, kernel=_kernels()[1], deterministic=True)
         return q
 
     grads = []
@@ -138,11 +146,11 @@ def _unshard_inverts_shard(rank, world_size):
     for kind in LAYOUTS:
         for seq_len in (11, 2):
             layout = Layout(kind, seq_len, world_size)
-            x = torch.randn(2, seq_len, 3, generator=torch.Generator().manual_seed(1))
+            x = torch.randn(2, seq_len, 3, generator=torch.Generator().manual_seed(1)).to(_device())
             local = shard(x, layout, group=dist.group.WORLD).requires_grad_()
             whole = unshard(local, layout, group=dist.group.WORLD)
             assert torch.equal(whole, x)
-            weights = torch.randn(2, seq_len, 3, generator=torch.Generator().manual_seed(2))
+            weights = torch.randn(2, seq_len, 3, generator=torch.Generator().manual_seed(2)).to(_device())
             (whole * weights * (rank + 1)).sum().backward()
             total = world_size * (world_size + 1) / 2
             torch.testing.assert_close(local.grad, shard(weights * total, layout, rank=rank))
@@ -225,15 +233,25 @@ _CASES = (_equals_loopback, _lengths_differ, _bytes_are_the_plans, _rings_side_b
           _unshard_inverts_shard, _batches_agree, _disagreements_raise_the_same_error_everywhere)
 
 
+_NCCL_CASES = (_equals_loopback, _lengths_differ, _bytes_are_the_plans, _rings_side_by_side, _checkpointing_is_bitwise, _unshard_inverts_shard)
+
+
 def _all_cases(rank, world_size):
     _with_random_delays(rank)
-    for case in _CASES:
+    for case in _CASES if _device() == "cpu" else _NCCL_CASES:
         case(rank, world_size)
 
 
 @pytest.mark.parametrize("world_size", (1, 2, 3, 4))
 def test_a_ring_of_processes_passes_every_case_and_equals_one_process_bitwise(world_size):
     check_ranks(_all_cases, world_size, timeout_s=110)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("world_size", (2, 4))
+def test_a_nccl_ring_also_on_one_card_equals_one_process_bitwise(world_size):
+    check_ranks(_all_cases, world_size, timeout_s=115, backend="nccl")
 
 
 def _loses_a_rank(rank, world_size, how):

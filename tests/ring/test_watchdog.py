@@ -1,4 +1,10 @@
 """The record of the ring's position (ending a process that is stuck: test_distributed.py)."""
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -39,3 +45,21 @@ def test_start_is_refused_twice_and_without_a_timeout():
     finally:
         watchdog.stop()
     watchdog.stop()                                         # a second stop is harmless
+
+
+def test_sigterm_prints_the_position_also_when_the_main_thread_sits_in_cpp():
+    program = textwrap.dedent("""
+        import threading, torch
+        from ringflash.ring import watchdog
+        watchdog.start(60, on_sigterm=True, poll_s=0.05)
+        with watchdog.waiting(watchdog.Position("forward", 7, 2, "cp rank 0 (global rank 0)", ("receiving kv",))):
+            print("ready", flush=True)
+            torch.distributed.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False).wait(["never"])
+    """)
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                          cwd=Path(watchdog.__file__).parents[2]) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "terminated: waiting for" in said and "forward call 7, step 2: receiving kv" in said

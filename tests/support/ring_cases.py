@@ -37,6 +37,9 @@ class Inputs:
     dout: Tensor
     dlse: Tensor
 
+    def to(self, device: torch.device | str) -> Inputs:
+        return Inputs(*(x.to(device) for x in (self.q, self.k, self.v, self.dout, self.dlse)))
+
     def fresh(self) -> tuple[Tensor, Tensor, Tensor]:
         return tuple(x.detach().clone().requires_grad_() for x in (self.q, self.k, self.v))
 
