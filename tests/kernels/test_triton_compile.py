@@ -1,0 +1,115 @@
+"""What the compiler makes of the triton kernels for Hopper, seen without a GPU: tensor-core instructions, spills, shared memory.
+
+A launch's own arguments are compiled for sm_90, so tile table, descriptors and specialisation are those of a run.
+"""
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs the triton package")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+
+from ringflash.kernels import triton_backward, triton_dq, triton_forward, triton_tiles  # noqa: E402
+from ringflash.kernels.triton_support import INTERPRETED  # noqa: E402
+from ringflash.tests.support.triton_compile import HOPPER, Build, build  # noqa: E402
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="under TRITON_INTERPRET=1 nothing is compiled")
+
+SHARED_LIMIT = {90: 227 << 10, 80: 163 << 10, 86: 99 << 10}
+
+# Bytes of spill stores + loads per thread, the larger of triton 3.6.0 and 3.7.1; absent: none. (kind, head_dim, descriptors),
+# "+" for the variant that adds to its output. In the loop over unmasked tiles none is stored and only backward 128 reloads
+# (6 to 8 registers of 501 to 537 instructions a step); the rest lies in the masked loop and the epilogue.
+SPILLS = {
+    ("backward", 128, True): 532, ("backward", 128, False): 60,
+    ("dkv", 128, True): 96, ("dkv", 128, False): 56, ("dkv", 256, True): 608, ("dkv", 256, False): 692,
+    ("backward+", 128, True): 684, ("dkv+", 128, True): 264,
+    ("forward", 256, True): 592, ("forward", 256, False): 984,
+}
+SLACK = 32  # ptxas versions differ by a few bytes
+
+
+def compile_kind(
+    kind: str, head_dim: int, dtype: torch.dtype, tile: triton_tiles.Tile, target: GPUTarget = HOPPER, *,
+    first: bool = False, last: bool = False, accumulate: bool = False,
+) -> Build:
+    rows, heads, kv_heads = 64, 2, 1
+    q = torch.zeros(1, rows, heads, head_dim, dtype=dtype)
+    k, v = torch.zeros(rows, 1, kv_heads, 2 * head_dim, dtype=dtype).transpose(0, 1).split(head_dim, -1)
+    dk, dv = torch.zeros(rows, 1, kv_heads, 2 * head_dim).transpose(0, 1).split(head_dim, -1)
+    bounds, lse, state = torch.zeros(rows, dtype=torch.int32), torch.zeros(1, heads, rows), torch.zeros(1, rows, heads, head_dim)
+    if kind == "forward":
+        launch = triton_forward.forward_launch(
+            q, k, v, bounds, bounds, state, lse, torch.zeros_like(q) if last else None, 0.125, first, tile)
+        kernel = triton_forward.forward_kernel
+    elif kind == "dq":
+        launch = triton_dq.dq_launch(q, q, k, v, lse, lse, bounds, bounds, state, 0.125, accumulate, tile)
+        kernel = triton_dq.dq_kernel
+    else:
+        launch = triton_backward.backward_launch(
+            q, q, k, v, lse, lse, bounds, bounds, state if kind == "backward" else None, dk, dv, 0.125, accumulate, tile)
+        kernel = triton_backward.backward_kernel
+    _, arguments, options = launch
+    return build(kernel, arguments, options, target)
+
+
+def assert_sound(label: str, head_dim: int, tile: triton_tiles.Tile, made: Build) -> None:
+    allowed = SPILLS.get((label, head_dim, tile.tma), 0)
+    assert made.wgmma > 0, "no dot became a wgmma"
+    assert made.spill_bytes <= (allowed + SLACK if allowed else 0), f"{made.spill_bytes} bytes of spills, recorded {allowed}"
+    assert made.shared <= SHARED_LIMIT[90]
+    assert made.warnings == (), f"ptxas serialised wgmma: {made.warnings}"
+    assert ("cp.async.bulk.tensor" in made.ptx) == tile.tma
+
+
+@pytest.mark.parametrize("tma", [True, False], ids=["descriptors", "pointers"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("kind", triton_tiles.KINDS)
+def test_hopper_kernels_use_wgmma_and_spill_no_more_than_recorded(kind, head_dim, tma):
+    tile = triton_tiles.tile_for("hopper", head_dim, kind, torch.bfloat16)
+    if kind == "backward" and tile.dq == "separate":
+        pytest.skip(f"head_dim {head_dim} runs as dkv and dq")
+    tile = replace(tile, tma=tma)
+    made = compile_kind(kind, head_dim, torch.bfloat16, tile)
+    assert_sound(kind, head_dim, tile, made)
+    if kind == "backward":
+        assert ("cp.reduce.async.bulk.tensor" in made.ptx) == tma
+        assert bool(re.search(r"\b(red|atom)\.[\w.]*global[\w.]*add", made.ptx)) == (not tma)
+
+
+@pytest.mark.parametrize("kind, changes", [
+    ("forward", dict(first=True)), ("forward", dict(first=True, last=True)), ("forward", dict(last=True)),
+    ("backward", dict(accumulate=True)), ("dkv", dict(accumulate=True)), ("dq", dict(accumulate=True)),
+], ids=str)
+def test_every_way_to_start_and_finish_compiles_as_well_in_fp16(kind, changes):
+    tile = triton_tiles.tile_for("hopper", 128, kind, torch.float16)
+    label = kind + "+" if changes.get("accumulate") else kind
+    assert_sound(label, 128, tile, compile_kind(kind, 128, torch.float16, tile, **changes))
+
+
+def test_fp32_products_are_never_rounded_to_tf32():
+    made = compile_kind("forward", 64, torch.float32, triton_tiles.tile_for("hopper", 64, "forward", torch.float32))
+    assert "tf32" not in made.ptx and made.wgmma == 0 and "fma.rn" in made.ptx
+
+
+@pytest.mark.parametrize("arch, capability", [("ampere", 80), ("small", 86)])
+@pytest.mark.parametrize("kind", ["forward", "dkv"])
+def test_other_architectures_compile_and_fit_their_shared_memory(arch, capability, kind):
+    tile = triton_tiles.tile_for(arch, 128, kind, torch.bfloat16)
+    made = compile_kind(kind, 128, torch.bfloat16, tile, GPUTarget("cuda", capability, 32))
+    assert "mma.sync" in made.ptx and made.shared <= SHARED_LIMIT[capability]
+
+
+def test_the_table_has_an_entry_for_every_architecture_head_dim_and_dtype():
+    for arch in ("hopper", "ampere", "small", "interpreter"):
+        for head_dim in (1, 16, 40, 64, 80, 128, 160, 256):
+            for kind in triton_tiles.KINDS:
+                for dtype in (torch.float16, torch.bfloat16, torch.float32):
+                    tile = triton_tiles.tile_for(arch, head_dim, kind, dtype)
+                    assert tile.dq in ("tma", "atomic", "separate")
+                    if arch == "hopper" and kind == "backward" and tile.dq != "separate":
+                        assert tile.block_n >= 128, "dq traffic goes by the number of key tiles"
