@@ -15,10 +15,11 @@ Several sections may be asked for at once; without any the matrix runs. --json k
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -184,8 +185,21 @@ def run_sections(options: argparse.Namespace, say: Callable[[str], None]) -> dic
     if options.train:
         from ringflash.launch.check_train import check_train
 
-        found["train"] = check_train(options)
+        found["train"] = check_train(num_processes=options.processes or 2, device_type=options.device, run=options.run,
+                                     timeout_s=options.timeout, say=say)
     return found
+
+
+@contextlib.contextmanager
+def one_thread(device: str) -> Iterator[None]:
+    """On the CPU as many threads as a rank of a ring of processes has: a matrix product's bits depend on their number."""
+    before = torch.get_num_threads()
+    if device == "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -198,13 +212,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if progress:
             print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
+    if options.run is not None and not options.train:
+        top.error(f"--run={options.run}: only --train takes a run")
+    if options.delays and options.processes is None:
+        top.error("--delays: only a ring of --processes can be delayed")
     if options.processes is not None and options.processes < 1:
         top.error(f"--processes={options.processes}: must be >= 1")
     try:
-        found = run_sections(options, say)
+        with one_thread(options.device):
+            found = run_sections(options, say)
     except ValueError as error:
         top.error(str(error))
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         print(f"check: {error}", file=sys.stderr)
         return 1
     ok = all(held for held, _ in found.values())

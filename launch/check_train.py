@@ -1,0 +1,85 @@
+"""Training equivalence: one SGD step of the same model on the same tokens, on one rank against a ring of N processes."""
+from __future__ import annotations
+
+import dataclasses
+import re
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from ringflash.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig, validate
+from ringflash.launch.check_spawn import Rank, run_ranks
+from ringflash.launch.check_table import grid
+from ringflash.train import equivalence
+from ringflash.train.text import open_data
+
+
+def small_config(cache_dir: str) -> Config:
+    """A small model on real text in fp32; a length that no number of ranks divides."""
+    return Config(
+        model=ModelConfig(dim=64, num_layers=2, num_heads=8, num_kv_heads=2, ffn_dim=96, loss_chunk_rows=100),
+        data=DataConfig(seq_len=509, max_bytes=200_000, cache_dir=cache_dir),
+        train=TrainConfig(dtype="fp32", accumulation=2))
+
+
+def run_config(folder: str | Path) -> tuple[Config, Mapping[str, torch.Tensor] | None]:
+    """Configuration of a finished run and the weights that it left (None if it saved none). ValueError if it is not one."""
+    from omegaconf import OmegaConf
+
+    folder = Path(folder)
+    written = folder / ".hydra" / "config.yaml"
+    if not written.is_file():
+        raise ValueError(f"--run={folder}: no run folder, {written} is missing; want one that launch/train.py made")
+    cfg = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(written)))
+    weights = folder / "weights.pt"
+    return cfg, torch.load(weights, map_location="cpu") if weights.is_file() else None
+
+
+def train_ranks(rank: Rank, cfg: Config, weights: Mapping[str, torch.Tensor] | None) -> dict:
+    """The work of one rank; all return the same report, as plain values."""
+    rank.at(0)
+    return equivalence.run(cfg, open_data(cfg), device=rank.device, group=torch.distributed.group.WORLD, weights=weights).as_json()
+
+
+def check_train(*, num_processes: int, device_type: str, run: str | None, timeout_s: float,
+                say: Callable[[str], None] = lambda text: None) -> tuple[bool, dict]:
+    """Prints the table; (every quantity within its budget, all figures). ValueError: impossible; RingFailure: a rank failed."""
+    with tempfile.TemporaryDirectory(prefix="ringflash-check-") as cache_dir:
+        cfg, weights = run_config(run) if run else (small_config(cache_dir), None)
+        cfg = dataclasses.replace(cfg, parallel=ParallelConfig(dp=1, cp=num_processes, timeout_s=cfg.parallel.timeout_s))
+        if cfg.run.device != "auto":
+            device_type = cfg.run.device
+        validate(cfg, num_processes)
+        open_data(cfg)                      # a missing file is said here, once; and the ranks find the text prepared
+        reports = run_ranks(train_ranks, num_processes, cfg, weights, device_type=device_type, timeout_s=timeout_s, say=say,
+                            name_of=lambda index: "the step")
+    say("")
+    report = reports[0]
+    model = f"the model of {run}" if run else "a small model on real text"
+    print(f"\nTraining equivalence: {model}, {cfg.data.seq_len} tokens, {cfg.attention.layout} layout, on {device_type}: one SGD step "
+          f"on a ring of {num_processes} ranks against one rank\n")
+    print(summary(report["rows"]))
+    wrong = [row for row in report["rows"] if not row["ok"]]
+    for row in wrong[:10]:
+        print(f"FAIL {row['name']}: error {row['error']:.2e}, budget {row['budget']:.2e}")
+    if any(other != report for other in reports):
+        print("FAIL the ranks do not agree on the report")
+        return False, report
+    print(f"{len(report['rows']) - len(wrong)} of {len(report['rows'])} quantities within budget", flush=True)
+    return not wrong, report
+
+
+def summary(rows: Sequence[Mapping]) -> str:
+    """One line per kind of parameter (all layers together): the worst error over its budget."""
+    kinds: dict[str, list[Mapping]] = {}
+    for row in rows:
+        kinds.setdefault(re.sub(r"\.\d+\.", ".*.", row["name"]), []).append(row)
+    lines = []
+    for kind, members in kinds.items():
+        worst = max(members, key=lambda row: row["error"] / row["budget"] if row["budget"] else row["error"])
+        ratio = worst["error"] / worst["budget"] if worst["budget"] else 0.0 if worst["error"] == 0 else float("inf")
+        lines.append([kind, len(members), f"{worst['scale']:.2e}", f"{worst['error']:.2e}", f"{ratio:.2f}",
+                      "ok" if all(row["ok"] for row in members) else "FAIL"])
+    return grid(["quantity", "tensors", "largest", "error", "of budget", ""], lines)
