@@ -68,7 +68,8 @@ def forward(
     first: state and lse are written, never read. out given: the last visit; state is then left as it was.
     """
     with _on(q):
-        _forward(q, k, v, intervals, softmax_scale=softmax_scale, state=state, lse=lse, out=out, first=first, tile=_tile(q, "forward"))
+        _forward(
+            q, k, v, intervals, softmax_scale=softmax_scale, state=state, lse=lse, out=out, first=first, tile=_tile(q, "forward"))
 
 
 @torch.no_grad()

@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .triton_support import (
-    INTERPRETED, LOG2_E, describable, describe, dot, dot_add, load_rows, rounded, section_heads, section_of, strides, tile_pointers,
+    INTERPRETED, LOG2_E, describable, describe, dot, dot_add, load_rows, rounded, section_heads, section_of, strides,
+    tile_pointers,
 )
 from .triton_tiles import Tile, padded_head_dim
 
@@ -222,7 +223,8 @@ def backward_launch(
     if mode == "tma" and not (tma and describable(dq)):
         mode = "atomic"
     names = ("q", "k", "v", "dout", "dq", "dk", "dv")
-    steps = {f"{name}_s{dim}": step for name, x in zip(names, (q, k, v, dout, dq, dk, dv)) for dim, step in zip("bsh", strides(x))}
+    steps = {f"{name}_s{dim}": step for name, x in zip(names, (q, k, v, dout, dq, dk, dv))
+             for dim, step in zip("bsh", strides(x))}
     arguments = dict(
         q=describe(q, tile.block_m, width) if tma else q,
         k=describe(k, tile.block_n, width) if tma else k,

@@ -8,7 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .triton_support import (
-    INTERPRETED, LOG2_E, describable, describe, dot, dot_add, load_rows, rounded, section_heads, section_of, strides, tile_pointers,
+    INTERPRETED, LOG2_E, describable, describe, dot, dot_add, load_rows, rounded, section_heads, section_of, strides,
+    tile_pointers,
 )
 from .triton_tiles import Tile, padded_head_dim
 

@@ -41,16 +41,16 @@ def test_every_mask_keeps_its_budget_folded_and_whole(bounds, visits):
     for lengths in ((1000, 1000), (300, 2049), (2049, 129)):
         for accumulate in (False, True):
             for deterministic in (False, True):
-                check(triton_backend, case(*lengths, bounds=bounds, visits=visits, accumulate=accumulate, deterministic=deterministic),
-                      "cuda")
+                check(triton_backend, case(*lengths, bounds=bounds, visits=visits, accumulate=accumulate,
+                                           deterministic=deterministic), "cuda")
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 @pytest.mark.parametrize("heads, kv_heads", [(2, 2), (4, 1), (7, 1), (8, 1), (8, 2)])
 def test_grouped_heads_batches_and_strided_views_keep_their_budget(heads, kv_heads, head_dim):
     for strided in (False, True):
-        check(triton_backend, case(515, 643, heads=heads, kv_heads=kv_heads, head_dim=head_dim, batch=2, strided=strided, visits=2),
-              "cuda")
+        check(triton_backend, case(515, 643, heads=heads, kv_heads=kv_heads, head_dim=head_dim, batch=2, strided=strided,
+                                   visits=2), "cuda")
 
 
 @pytest.mark.parametrize("head_dim", [4, 20, 33, 64, 128, 256])

@@ -102,15 +102,18 @@ else:
         v = torch.tensor([1.0, 3.0])[:, None].expand(2, 4).reshape(1, 2, 1, 4)
         state, lse, out = torch.full((1, 1, 1, 4), float("nan")), torch.full((1, 1, 1), float("nan")), torch.empty(1, 1, 1, 4)
         for visit, j in enumerate(order):
-            _visit(q, k[:, j:j + 1], v[:, j:j + 1], softmax_scale=0.5, state=state, lse=lse, out=out if visit else None, first=not visit)
-        assert torch.allclose(out, torch.tensor(1.900332), atol=1e-2) and torch.allclose(lse, torch.tensor(-59999.4019), atol=1e-2)
+            _visit(q, k[:, j:j + 1], v[:, j:j + 1], softmax_scale=0.5, state=state, lse=lse, out=out if visit else None,
+                   first=not visit)
+        assert torch.allclose(out, torch.tensor(1.900332), atol=1e-2)
+        assert torch.allclose(lse, torch.tensor(-59999.4019), atol=1e-2)
 
     @pytest.mark.parametrize("gap", [100.0, -100.0, float("inf")])
     def test_merging_far_apart_lse_takes_the_larger_exactly(gap):
         # the running lse is 0 (or -inf), the block's is the score q * k = gap
         q, k = torch.ones(1, 1, 1, 1), torch.full((1, 1, 1, 1), gap if gap < float("inf") else 0.25)
         before = 0.0 if gap < float("inf") else -float("inf")
-        state, lse, out = torch.full((1, 1, 1, 1), 7.0 if before == 0 else 0.0), torch.full((1, 1, 1), before), torch.empty(1, 1, 1, 1)
+        state = torch.full((1, 1, 1, 1), 7.0 if before == 0 else 0.0)
+        lse, out = torch.full((1, 1, 1), before), torch.empty(1, 1, 1, 1)
         _visit(q, k, torch.full((1, 1, 1, 1), 3.0), softmax_scale=1.0, state=state, lse=lse, out=out, first=False)
         assert (lse.item(), out.item()) == ((100.0, 3.0) if gap == 100 else (0.0, 7.0) if gap == -100 else (0.25, 3.0))
 
@@ -129,7 +132,8 @@ else:
     def test_outputs_whose_rows_are_not_dense_are_refused():
         q = torch.zeros(1, 4, 1, 16)
         with pytest.raises(ValueError, match="state: strides"):
-            _visit(q, q, q, softmax_scale=1.0, state=torch.zeros(1, 16, 1, 4).transpose(1, 3), lse=torch.zeros(1, 1, 4), out=None, first=True)
+            _visit(q, q, q, softmax_scale=1.0, state=torch.zeros(1, 16, 1, 4).transpose(1, 3), lse=torch.zeros(1, 1, 4), out=None,
+                   first=True)
         with pytest.raises(ValueError, match="first and the last"):
             _visit(q, q, q, softmax_scale=1.0, state=None, lse=torch.zeros(1, 1, 4), out=None, first=True)
 

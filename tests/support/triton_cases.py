@@ -147,8 +147,8 @@ def run(backend: ModuleType, case: Case, device: torch.device, seed: int = 0) ->
         local_lo, local_hi = ((x - a).clamp(0, b - a).to(torch.int32) for x in (lo, hi))
         visits.append((a, b, Intervals.from_rows(local_lo, local_hi, b - a, device)))
         last = i == c.visits - 1
-        backend.forward(q, k[:, a:b], v[:, a:b], visits[-1][2], softmax_scale=c.scale, state=None if c.visits == 1 else state, lse=lse,
-                        out=out if last else None, first=i == 0)
+        backend.forward(q, k[:, a:b], v[:, a:b], visits[-1][2], softmax_scale=c.scale, state=None if c.visits == 1 else state,
+                        lse=lse, out=out if last else None, first=i == 0)
     delta = backend.delta(dout, out, dlse)
     fill = 0.5 if c.accumulate else nan
     dq = torch.full((c.batch, c.num_q, c.heads, c.head_dim), fill, device=device)
