@@ -41,8 +41,8 @@ def agree(
 ) -> list[int]:
     """Compare `fields` over all ranks of the group; returns each rank's `count`, which may differ.
 
-    problem: why this rank refuses its own arguments. If any rank has one, or a field differs, every rank raises the same error, which
-    names who said or has what: of the class that the problems share, else ValueError. `what` begins its text.
+    problem: why this rank refuses its own arguments. If any rank has one, or a field differs, every rank raises the same error,
+    which names who said or has what: of the class that the problems share, else ValueError. `what` begins its text.
     """
     name = None if problem is None else next(n for n, error in _ERRORS.items() if isinstance(problem, error))
     if isinstance(problem, NotImplementedError):            # a RuntimeError too, by inheritance

@@ -33,7 +33,8 @@ def make_mask(mask: Mask | None, causal: bool | None, window_size: Any, cu_seqle
         if not isinstance(mask, Mask):
             raise ValueError(f"mask={mask!r}: must be a ringflash.Mask, or None")
         if named:
-            raise ValueError(f"mask together with {', '.join(named)}: these are parts of a Mask; give either the mask or its parts")
+            raise ValueError(f"mask together with {', '.join(named)}: these are parts of a Mask; "
+                             "give either the mask or its parts")
         return mask
     if not named:
         return None
@@ -57,7 +58,7 @@ def make_layout(layout: Layout | str, seq_len: int, cp_size: int, key: str) -> L
             raise ValueError(f"{key}={layout!r}: the sequence has no rows; a layout by name needs at least 1 row on each rank")
         return Layout(layout, seq_len, cp_size)
     if layout.cp_size != cp_size:
-        raise ValueError(f"{key}.cp_size={layout.cp_size}: the ring has cp_size={cp_size}; make the Layout with cp_size={cp_size}")
+        raise ValueError(f"{key}.cp_size={layout.cp_size}: the ring has cp_size={cp_size}; make the Layout with that")
     return layout
 
 
@@ -83,9 +84,11 @@ class Call:
         """The given mask, or else the first of the Layout value (None: a layout by name, which allows any), or else causal."""
         mask = given if given is not None else layout.masks[0] if layout is not None else Mask()
         if layout is not None and mask not in layout.masks:
-            raise ValueError(f"mask={mask!r}: not among layout.masks={layout.masks!r}; make the Layout with masks=(..., this mask)")
+            raise ValueError(f"mask={mask!r}: not among layout.masks={layout.masks!r}; "
+                             "make the Layout with masks=(..., this mask)")
         if mask.cu_seqlens is not None and self.q.shape[0] != 1:
-            raise ValueError(f"cu_seqlens with batch size {self.q.shape[0]}: packed documents need B == 1; pack the batch into one row")
+            raise ValueError(f"cu_seqlens with batch size {self.q.shape[0]}: packed documents need B == 1; "
+                             "pack the batch into one row")
         return mask
 
 
@@ -102,7 +105,8 @@ def check_tensors(call: Call) -> None:
     for what in ("dtype", "device"):
         values = {name: getattr(x, what) for name, x in named.items()}
         if len(set(values.values())) > 1:
-            raise ValueError(f"{what}: q, k and v must share it, got " + ", ".join(f"{name} {value}" for name, value in values.items()))
+            shown = ", ".join(f"{name} {value}" for name, value in values.items())
+            raise ValueError(f"{what}: q, k and v must share it, got {shown}")
     q, k, v = call.q, call.k, call.v
     if v.shape[:3] != k.shape[:3]:
         raise ValueError(f"v: shape {tuple(v.shape)} differs from k's {tuple(k.shape)} before the head_dim")

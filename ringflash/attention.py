@@ -11,7 +11,7 @@ from ringflash.arguments import Call, check_layout_argument, check_tensors, make
 from ringflash.layout import Layout
 from ringflash.mask import Mask
 from ringflash.mesh import rank_and_size, ring_group
-from ringflash.ring.ops import RingArguments, attention_forward
+from ringflash.ops import RingArguments, attention_forward
 
 
 def ring_attention(
@@ -23,26 +23,28 @@ def ring_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over a sequence whose rows are spread over the ranks of a ring (Liu et al. 2023).
 
-    q: [B, S_local, Hq, D]; k, v: [B, Sk_local, Hkv, D]: this rank's shards, rows sorted by global position; fp16, bf16, fp32, or fp64
-        (kernel "reference"); any strides; Hq a multiple of Hkv, K and V are never repeated. Any number of local rows, also 0.
+    q: [B, S_local, Hq, D]; k, v: [B, Sk_local, Hkv, D]: this rank's shards, rows sorted by global position; fp16, bf16,
+        fp32, or fp64 (kernel "reference"); any strides; Hq a multiple of Hkv, K and V are never repeated. Any number of
+        local rows, also 0.
     mask: a Mask in global positions. causal, window_size, cu_seqlens: sugar for Mask(...), causal=True unless given; not with
         mask. Without any, the first mask of a Layout applies, or else causal.
-    layout, layout_k: which rows the ranks own, of q, and of k and v (None: the same). A name ("contiguous", "zigzag", "striped") means
-        equal shards, seq_len = cp_size * S_local; uneven shards need a Layout. With Sq != Sk the last query sees at the last key.
+    layout, layout_k: which rows the ranks own, of q, and of k and v (None: the same). A name ("contiguous", "zigzag",
+        "striped") means equal shards, seq_len = cp_size * S_local; uneven shards need a Layout. With
+        Sq != Sk the last query sits at the last key.
     group: ProcessGroup or 1-D DeviceMesh of the ring; None is one rank.
     softmax_scale: None is D ** -0.5. kernel: "auto", "triton", "cpu", "reference"; exchange: "auto", "nccl", "gloo".
     deterministic: gradients bitwise equal from run to run (out and lse always are).
 
-    Returns out [B, S_local, Hq, D] in q's dtype, and with return_lse also lse [B, Hq, S_local], fp32 (fp64 for fp64), natural log; both
-    differentiable. A row that sees no key has out 0, lse -inf and gradient 0, whatever its memory holds. Gradients have their
-    input's dtype; they accumulate and travel in fp32.
+    Returns out [B, S_local, Hq, D] in q's dtype, and with return_lse also lse [B, Hq, S_local], fp32 (fp64 for fp64), natural
+    log; both differentiable. A row that sees no key has out 0, lse -inf and gradient 0, whatever its memory holds. Gradients have
+    their input's dtype; they accumulate and travel in fp32.
 
-    Unless every layout is a Layout made with a group (it carries a token), each call with cp_size > 1 first compares its arguments over
-    the ring, in one small collective.
+    Unless every layout is a Layout made with a group (it carries a token), each call with cp_size > 1 first compares its
+    arguments over the ring, in one small collective.
 
-    Raises ValueError for arguments that cannot be, NotImplementedError for those not built yet (softcap, sinks, rotate, a v of another
-    head_dim, 2-D meshes, exchange="copy"), RuntimeError for what this machine or network lacks, or when a peer fails (naming
-    pass, step, hop and peer). With an exchange of arguments, all ranks raise the same error.
+    Raises ValueError for arguments that cannot be, NotImplementedError for those not built yet (softcap, sinks, rotate, a v of
+    another head_dim, 2-D meshes, exchange="copy"), RuntimeError for what this machine or network lacks, or when a peer fails
+    (naming pass, step, hop and peer). With an exchange of arguments, all ranks raise the same error.
     """
     ring = ring_group(group)
     size = rank_and_size(ring)[1]
@@ -64,7 +66,8 @@ def ring_attention(
         mask=None if chosen is None else chosen.spec, causal=sugar[0], left=sugar[1], right=sugar[2],
         layout=None if isinstance(layout, str) else layout.spec, layout_kind=layout if isinstance(layout, str) else "",
         masks=[] if isinstance(layout, str) else [allowed.spec for allowed in layout.masks],
-        layout_k=layout_k.spec if isinstance(layout_k, Layout) else None, layout_k_kind=layout_k if isinstance(layout_k, str) else "",
+        layout_k=layout_k.spec if isinstance(layout_k, Layout) else None,
+        layout_k_kind=layout_k if isinstance(layout_k, str) else "",
         softmax_scale=scale, group_name="" if ring is None else ring.group_name, kernel=kernel, exchange=exchange,
         deterministic=deterministic, is_agreed=is_agreed)
     out, lse = attention_forward(q, k, v, *arguments.flatten())
@@ -75,7 +78,9 @@ def _is_agreed(layout: Layout | str) -> bool:
     return isinstance(layout, Layout) and layout.is_agreed
 
 
-def _read_mask(mask: Mask | None, causal: bool | None, window_size: Any, cu_seqlens: Any) -> tuple[tuple[int, int, int], Mask | None]:
+def _read_mask(
+    mask: Mask | None, causal: bool | None, window_size: Any, cu_seqlens: Any
+) -> tuple[tuple[int, int, int], Mask | None]:
     """(sugar for the op, or a Mask). In a traced call causal and window_size stay plain ints: numpy cannot be traced there."""
     if torch.compiler.is_compiling() and mask is None and cu_seqlens is None:
         if causal is None and window_size is None:

@@ -19,8 +19,8 @@ def ring_group(group: Any) -> dist.ProcessGroup | None:
     if dist.is_available() and isinstance(group, dist.DeviceMesh):
         if group.ndim != 1:
             raise NotImplementedError(
-                f"group: a {group.ndim}-D DeviceMesh {group.mesh_dim_names}: ulysses x ring is not built yet; pass its ring axis, "
-                f"such as mesh['cp']")
+                f"group: a {group.ndim}-D DeviceMesh {group.mesh_dim_names}: ulysses x ring is not built yet; "
+                f"pass its ring axis, such as mesh['cp']")
         return group.get_group()
     raise ValueError(f"group={group!r}: must be a torch.distributed ProcessGroup, a 1-D DeviceMesh, or None for one rank")
 

@@ -61,7 +61,8 @@ def unshard(x_local: Tensor, layout: Layout | str, *, group: Any = None, dim: in
     rank, size = rank_and_size(pg)
     layout, _ = _place(layout, x_local.shape[dim] * size, None, group)
     if x_local.shape[dim] != layout.shard_len(rank):
-        raise ValueError(f"x_local.shape[{dim}]={x_local.shape[dim]}: the layout gives cp rank {rank} {layout.shard_len(rank)} rows")
+        raise ValueError(f"x_local.shape[{dim}]={x_local.shape[dim]}: the layout gives cp rank {rank} {layout.shard_len(rank)} "
+                         f"rows")
     return _Unshard.apply(x_local, layout, pg, dim % x_local.ndim)
 
 
@@ -103,14 +104,15 @@ def shard_batch(
 ) -> ShardedBatch:
     """This rank's rows of a batch, with labels shifted on the global sequence; the ring's ranks agree on it all here, once.
 
-    batch: "tokens" [B, S] integers (torch, numpy, memory-mapped, or anything with shape that takes [..., index]): only this rank's
-        rows and the ones after them are read. Optional: "cu_seqlens" [N+1], B == 1: documents; rows from cu_seqlens[-1] on belong to
-        none. "labels" [B, S], aligned with tokens (not shifted; -100 is ignored). "positions" [S]: used instead of 0..S-1; if they
-        restart, cu_seqlens must say where. "attention_mask" [B, S]: all ones only.
+    batch: "tokens" [B, S] integers (torch, numpy, memory-mapped, or anything with shape that takes [..., index]): only
+        this rank's rows and the ones after them are read. Optional: "cu_seqlens" [N+1], B == 1: documents; rows from
+        cu_seqlens[-1] on belong to none. "labels" [B, S], aligned with tokens (not shifted; -100 is ignored). "positions" [S]:
+        used instead of 0..S-1; if they restart, cu_seqlens must say where. "attention_mask" [B, S]: all ones only.
     layout: a Layout, a name, or the 1-D DeviceMesh of the ring (zigzag). A Layout's masks get the batch's documents unless they
         have them. masks: for a layout by name or mesh, default causal.
-    group: ProcessGroup or 1-D DeviceMesh of the ring: its ranks compare layout, masks and a hash of the batch in one collective, and the
-        returned layout carries the token. rank (without group): that rank's part, nothing is exchanged. Neither: one rank.
+    group: ProcessGroup or 1-D DeviceMesh of the ring: its ranks compare layout, masks and a hash of the batch in one collective,
+        and the returned layout carries the token. rank (without group): that rank's part, nothing is exchanged. Neither: one
+        rank.
     device: where the result goes (default: where torch tokens are, else CPU).
 
     num_valid counts over the ring; without "labels" it follows from the documents alone. Raises ValueError for a batch that
@@ -224,7 +226,8 @@ def _check_batch(batch: Mapping[str, Any]) -> Any:
             raise ValueError(f"batch[{key!r}] has shape {tuple(other.shape)}: must be that of tokens, {shape}")
     mask = batch.get("attention_mask")
     if mask is not None and not bool((mask == 1).all()):
-        raise ValueError("batch['attention_mask'] is not all ones: say what is masked by cu_seqlens (for trailing padding, [0, length])")
+        raise ValueError("batch['attention_mask'] is not all ones: say what is masked by cu_seqlens (for trailing padding, [0, "
+                         "length])")
     return tokens
 
 
@@ -280,7 +283,8 @@ def _place(layout: Layout | str, seq_len: int, rank: int | None, group: Any, siz
         rank, size = rank_and_size(ring_group(group))
     if isinstance(layout, str):
         if size is None and rank is not None:
-            raise ValueError(f"layout={layout!r} with rank={rank}: a name does not say how many ranks there are; give a Layout or group")
+            raise ValueError(f"layout={layout!r} with rank={rank}: a name does not say how many ranks there are; give a Layout "
+                             f"or group")
         check_layout_argument(layout, "layout")
         layout = Layout(layout, seq_len, 1 if size is None else size)
     check_layout_argument(layout, "layout")

@@ -25,12 +25,13 @@ def simulate(
     layout_k: Layout | str | None = None, causal: bool | None = None, window_size: tuple[int, int] | None = None,
     cu_seqlens: Any = None, order: random.Random | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Ring attention over cp_size ranks that all live in this process: same plan, loop and kernels, and the same bits, as a real ring.
+    """Ring attention over cp_size ranks that all live in this process: same plan, loop and kernels, and the same bits, as a real
+    ring.
 
     q [B, Sq, Hq, D], k, v [B, Sk, Hkv, D]: global tensors. Returns out [B, Sq, Hq, D], and with return_lse also lse [B, Hq, Sq]
     (fp32, natural log), both differentiable, as one autograd node. A layout by name means Layout(name, S, cp_size), for any S;
-    layout_k=None is the layout of q, for the length of k. All other options are those of ring_attention; exchange is "auto", as nothing
-    leaves the process. order: steps the ranks in random order, which must not change a bit (for tests).
+    layout_k=None is the layout of q, for the length of k. All other options are those of ring_attention; exchange is "auto", as
+    nothing leaves the process. order: steps the ranks in random order, which must not change a bit (for tests).
 
     Raises ValueError, NotImplementedError or RuntimeError as ring_attention does.
     """
@@ -81,7 +82,8 @@ class SimulatedRing:
         drive_all(loops, self.order)
         return self._join([out for out, _ in shards], self.layout), self._join([lse for _, lse in shards], self.layout, dim=2)
 
-    def backward(self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> list[Tensor]:
+    def backward(self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+                 lse: Tensor) -> list[Tensor]:
         """Global dq, dk, dv in the input dtype."""
         shared = self.loopback("backward")
         shards: list[list[Tensor]] = []
@@ -95,7 +97,8 @@ class SimulatedRing:
                 self.plan, rank, dout_local, dlse_local, q_local, k_local, v_local, out_local, lse_local, self.backend,
                 shared.carrier(rank), softmax_scale=self.softmax_scale, deterministic=self.deterministic, gradients=shards[rank]))
         drive_all(loops, self.order)
-        return [self._join([shard[index] for shard in shards], self.layout if index == 0 else self.layout_k) for index in range(3)]
+        return [self._join([shard[index] for shard in shards], self.layout if index == 0 else self.layout_k)
+                for index in range(3)]
 
     def _join(self, parts: list[Tensor], layout: Layout, dim: int = 1) -> Tensor:
         if len(parts) == 1:

@@ -1,7 +1,8 @@
 """Packed blocks of rows on the wire, and the buffers that they live in.
 
-Wire formats: kv [rows, B, Hkv, 2*D] in the input dtype, dkv [rows, B, Hkv, 2*D] in the accumulator dtype; K (dK) fills the first D
-of the last dim, V (dV) the rest. `rows` is a tuple of (start, stop) ranges of local rows of the owner's shard, compacted in order.
+Wire formats: kv [rows, B, Hkv, 2*D] in the input dtype, dkv [rows, B, Hkv, 2*D] in the accumulator dtype; K (dK) fills the first
+D of the last dim, V (dV) the rest. `rows` is a tuple of (start, stop) ranges of local rows of the owner's shard, compacted in
+order.
 """
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ class Block:
         return found
 
     def part(self, rows: Rows, pool: "BufferPool", slot: tuple) -> "Block":
-        """The rows `rows` of this block: a view where they lie together (a prefix is the rule), else a copy into a buffer of `pool`."""
+        """The rows `rows` of this block: a view where they lie together (a prefix is the rule), else a copy into a buffer of
+        `pool`."""
         found = self.find(rows)
         if len(found) <= 1:
             start, stop = found[0] if found else (0, 0)
@@ -92,8 +94,8 @@ def pack(k: Tensor, v: Tensor, rows: Rows, out: Tensor) -> Block:
 class BufferPool:
     """Buffers of one call, by slot: each is allocated once, at the largest size its slot needs, and reused across steps.
 
-    Reuse is safe without any host sync. A slot that alternates with the step's parity is read by kernels of step s and written by a
-    receive of step s+1 at the earliest, which is posted after those kernels were launched; carriers order a transfer behind
+    Reuse is safe without any host sync. A slot that alternates with the step's parity is read by kernels of step s and written by
+    a receive of step s+1 at the earliest, which is posted after those kernels were launched; carriers order a transfer behind
     everything that the current stream holds when it is posted. References last as long as the pool, so longer than any transfer.
     """
 

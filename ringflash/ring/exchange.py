@@ -1,9 +1,9 @@
 """Moving packed blocks between the ranks of a ring: bytes only, no maths.
 
-A carrier has one method: post(step, sends, recvs) -> Pending | None posts a step's messages as ONE batch, in the plan's order, which
-both ends share (Note [Messages are posted in one step by both ends]); None when there are none. Nothing that was received may be
-read, and nothing that was sent may be written, before Pending.wait(). Here: torch.distributed (NCCL for CUDA tensors, gloo for
-CPU tensors); loopback.py has the carrier that needs no processes.
+A carrier has one method: post(step, sends, recvs) -> Pending | None posts a step's messages as ONE batch, in the plan's order,
+which both ends share (Note [Messages are posted in one step by both ends]); None when there are none. Nothing that was received
+may be read, and nothing that was sent may be written, before Pending.wait(). Here: torch.distributed (NCCL for CUDA tensors, gloo
+for CPU tensors); loopback.py has the carrier that needs no processes.
 """
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ def check_carrier(exchange: str, group: dist.ProcessGroup, device: torch.device)
         raise RuntimeError(f"exchange={exchange!r}: no carrier for tensors on {device.type}; supported: cuda (nccl), cpu (gloo)")
     if found != wanted:
         raise RuntimeError(
-            f"exchange={exchange!r}: q, k, v are on {device.type}, which needs a group with {wanted}, but this group has ({described}); "
-            f"make the group with backend={wanted!r}, or move the tensors")
+            f"exchange={exchange!r}: q, k, v are on {device.type}, which needs a group with {wanted}, "
+            f"but this group has ({described}); make the group with backend={wanted!r}, or move the tensors")
     if exchange not in ("auto", wanted):
         raise RuntimeError(
             f"exchange={exchange!r}: q, k, v are on {device.type}, which {wanted} carries; use exchange='auto' or {wanted!r}")

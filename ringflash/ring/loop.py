@@ -179,7 +179,8 @@ class _KeyGradients:
             self._sum[key] = blocks[0]
         stray = {key for key, _ in self._arriving} - set(keys.resident)
         if stray:
-            raise RuntimeError(f"ring plan: at step {step} rank {self._rank} received gradients of blocks it does not hold: {stray}")
+            raise RuntimeError(f"ring plan: at step {step} rank {self._rank} received gradients of blocks it does not hold: "
+                               f"{stray}")
         self._partial, self._arriving, self._homing = {}, [], []
 
 
@@ -197,8 +198,8 @@ def forward(
 ) -> Waits:
     """Attention of this rank's queries over all keys that they may see.
 
-    q [B, Sq, Hq, D], k, v [B, Sk, Hkv, D]: this rank's shards. OUT: out [B, Sq, Hq, D] input dtype, lse [B, Hq, Sq] acc dtype, natural
-    log; both are complete when the generator is exhausted. Rows that see nothing: 0 and -inf.
+    q [B, Sq, Hq, D], k, v [B, Sk, Hkv, D]: this rank's shards. OUT: out [B, Sq, Hq, D] input dtype, lse [B, Hq, Sq] acc dtype,
+    natural log; both are complete when the generator is exhausted. Rows that see nothing: 0 and -inf.
     """
     q = without_rows(q, plan.dead_q(rank))
     k, v = (without_rows(x, plan.dead_k(rank)) for x in (k, v))
@@ -232,8 +233,8 @@ def backward(
 ) -> Waits:
     """Gradients of this rank's q, k and v.
 
-    dout, q, out [B, Sq, Hq, D], k, v [B, Sk, Hkv, D], lse (merged) and dlse [B, Hq, Sq] or None. Appends dq, dk, dv, in the dtype of q
-    and contiguous, to `gradients` at its end. dq stays here in one acc dtype buffer; dk and dv are rounded once, at home.
+    dout, q, out [B, Sq, Hq, D], k, v [B, Sk, Hkv, D], lse (merged) and dlse [B, Hq, Sq] or None. Appends dq, dk, dv, in the dtype
+    of q and contiguous, to `gradients` at its end. dq stays here in one acc dtype buffer; dk and dv are rounded once, at home.
     """
     dead_q, dead_k = plan.dead_q(rank), plan.dead_k(rank)
     q, dout = without_rows(q, dead_q), without_rows(dout, dead_q)

@@ -1,7 +1,7 @@
 """The carrier without processes: all ranks of a ring live in one process, and their loops take turns.
 
-Semantics are those of the strictest network: nothing is buffered, and a rank goes on only when every message of its batch has been
-posted by both ends. So a plan that would deadlock over NCCL is refused here too.
+Semantics are those of the strictest network: nothing is buffered, and a rank goes on only when every message of its batch has
+been posted by both ends. So a plan that would deadlock over NCCL is refused here too.
 """
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ class _LoopbackPending:
 
     def wait(self) -> None:
         if not self.is_ready:
-            raise RuntimeError(f"loopback: rank {self.rank} at step {self.step} waits for messages that the other end has not posted")
+            raise RuntimeError(f"loopback: rank {self.rank} at step {self.step} waits for messages that the other end has not "
+                               f"posted")
 
 
 def drive_all(waits: Sequence[Waits], order: random.Random | None = None) -> None:

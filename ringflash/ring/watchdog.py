@@ -90,7 +90,8 @@ def passed(position: Position, device: torch.device) -> None:
 
 
 def oldest_wait() -> tuple[Position, float] | None:
-    """The batch that this process has waited for longest without progress, and for how many seconds; None when it waits for none."""
+    """The batch that this process has waited for longest without progress, and for how many seconds; None when it waits for
+    none."""
     with _record.lock:
         while _record.queued and _record.queued[0][1].query():
             _record.last = _record.queued.popleft()[0]
@@ -126,7 +127,8 @@ class _Watchdog:
 
     def start(self, on_sigterm: bool) -> None:
         if on_sigterm:
-            # The Python handler of a signal runs in the main thread, which may sit in a C++ wait; the wakeup fd is written at once.
+            # The Python handler of a signal runs in the main thread, which may sit in a C++ wait; the wakeup fd is written at
+            # once.
             self._wake = socket.socketpair()
             for end in self._wake:
                 end.setblocking(False)
@@ -155,7 +157,8 @@ class _Watchdog:
                     os._exit(128 + signal.SIGTERM)
             stuck = oldest_wait()
             if stuck is not None and stuck[1] > self._timeout_s:
-                self._abort(f"no progress for {stuck[1]:.1f} s (watchdog timeout {self._timeout_s:g} s): {stuck[0].describe()}", True)
+                self._abort(f"no progress for {stuck[1]:.1f} s (watchdog timeout {self._timeout_s:g} s): {stuck[0].describe()}",
+                            True)
             told = self._heard()
             if told is not None:
                 self._abort(f"ended because another rank reported: {told}; here: {describe()}", False)
@@ -188,7 +191,8 @@ class _Watchdog:
 
 
 def start(timeout_s: float, store: Any | None = None, *, on_sigterm: bool = False, poll_s: float = 0.5) -> None:
-    """Watch this process until stop(): when one batch of the ring takes longer than timeout_s, print it, publish it, exit with 75.
+    """Watch this process until stop(): when one batch of the ring takes longer than timeout_s, print it, publish it, exit with
+    75.
 
     store: a torch.distributed store that all ranks share: a rank that finds another's report there ends too, repeating it. A
     store must not be in use by a blocking call of the same process, so give it a clone() or an own TCPStore.

@@ -15,7 +15,8 @@ def test_equal_statements_give_no_error():
 
 
 def test_each_difference_names_its_values_and_ranks():
-    text, error = _compare("ring_attention", [_stated({"a": "1", "b": "x"}), _stated({"a": "2", "b": "x"}), _stated({"a": "1", "b": "x"})])
+    text, error = _compare("ring_attention", [_stated({"a": "1", "b": "x"}), _stated({"a": "2", "b": "x"}),
+                                              _stated({"a": "1", "b": "x"})])
     assert error is ValueError and text == "ring_attention: a differs: 1 on cp ranks 0, 2; 2 on cp rank 1"
 
 

@@ -49,7 +49,8 @@ _REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("options, error, names", _REFUSED, ids=[f"{i}-{error.__name__}" for i, (_, error, _) in enumerate(_REFUSED)])
+@pytest.mark.parametrize("options, error, names", _REFUSED,
+                         ids=[f"{i}-{error.__name__}" for i, (_, error, _) in enumerate(_REFUSED)])
 def test_what_cannot_be_is_refused_with_the_key_and_the_rule(options, error, names, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for attend in (ring_attention, lambda q, k, v, **rest: simulate(q, k, v, cp_size=1, **rest)):
@@ -69,7 +70,8 @@ def test_a_group_that_is_none_of_the_kinds_is_refused():
 
 
 @pytest.mark.parametrize("options", (
-    {}, {"causal": False}, {"window_size": (2, 0)}, {"cu_seqlens": [0, 3, 3, 8]}, {"cu_seqlens": torch.tensor([0, 5]), "causal": False}))
+    {}, {"causal": False}, {"window_size": (2, 0)}, {"cu_seqlens": [0, 3, 3, 8]},
+    {"cu_seqlens": torch.tensor([0, 5]), "causal": False}))
 def test_every_option_has_a_right_backward_on_one_rank(options):
     inputs = make_inputs(11)
     for more in ({"layout": "striped"}, {"deterministic": True}, {"kernel": "reference"}, {"kernel": "cpu", "exchange": "gloo"},

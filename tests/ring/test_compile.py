@@ -5,7 +5,7 @@ import torch._dynamo
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from ringflash import Layout, Mask, ring_attention
-from ringflash.ring.ops import RingArguments, attention_backward, attention_forward
+from ringflash.ops import RingArguments, attention_backward, attention_forward
 from ringflash.tests.support.ring_cases import differing, make_inputs, run
 
 
@@ -17,8 +17,9 @@ def _fresh_compiler():
 
 
 def _arguments(**changed):
-    values = dict(mask=None, causal=-1, left=-1, right=-1, layout=None, layout_kind="zigzag", masks=[], layout_k=None, layout_k_kind="",
-                  softmax_scale=0.5, group_name="", kernel="reference", exchange="auto", deterministic=False, is_agreed=False)
+    values = dict(mask=None, causal=-1, left=-1, right=-1, layout=None, layout_kind="zigzag", masks=[], layout_k=None,
+                  layout_k_kind="", softmax_scale=0.5, group_name="", kernel="reference", exchange="auto",
+                  deterministic=False, is_agreed=False)
     return RingArguments(**{**values, **changed}).flatten()
 
 
@@ -39,12 +40,14 @@ def test_opcheck_passes_for_both_directions(changed):
 
 
 @pytest.mark.parametrize("options", (
-    {}, {"causal": False}, {"causal": True, "window_size": (3, 0)}, {"causal": False, "window_size": [2, 2]}, {"mask": Mask(causal=False)},
+    {}, {"causal": False}, {"causal": True, "window_size": (3, 0)},
+    {"causal": False, "window_size": [2, 2]}, {"mask": Mask(causal=False)},
     {"layout": "contiguous", "deterministic": True, "softmax_scale": 0.25, "kernel": "reference"},
     {"layout": Layout("striped", 12, 1, Mask(cu_seqlens=[0, 4, 12]))}, {"layout_k": "striped"}))
 def test_one_graph_equals_eager_forward_and_backward(options):
     inputs = make_inputs(12)
-    compiled = torch.compile(lambda q, k, v, **more: ring_attention(q, k, v, **options, **more), backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(lambda q, k, v, **more: ring_attention(q, k, v, **options, **more), backend="aot_eager",
+                             fullgraph=True)
     assert not differing(run(compiled, inputs), run(ring_attention, inputs, **options))
 
 
@@ -70,8 +73,8 @@ def test_20_batches_of_different_documents_compile_at_most_twice():
 
 def test_lengths_may_change_in_one_dynamic_graph():
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(lambda q, k, v, **more: ring_attention(q, k, v, kernel="cpu", **more), backend=counter, fullgraph=True,
-                             dynamic=True)
+    compiled = torch.compile(lambda q, k, v, **more: ring_attention(q, k, v, kernel="cpu", **more), backend=counter,
+                             fullgraph=True, dynamic=True)
     counts = []
     for seq_len in (10, 12, 31):                            # not 8, the head_dim: equal sizes are taken for the same symbol
         inputs = make_inputs(seq_len)

@@ -114,7 +114,8 @@ def _checkpointing_is_bitwise(rank, world_size):
 
     def layers(q, k, v):
         for mask in layout.masks:
-            q = ring_attention(q, k, v, layout=layout, mask=mask, group=dist.group.WORLD, kernel=_kernels()[1], deterministic=True)
+            q = ring_attention(q, k, v, layout=layout, mask=mask, group=dist.group.WORLD, kernel=_kernels()[1],
+                               deterministic=True)
         return q
 
     grads = []
@@ -134,7 +135,8 @@ def _compiled_equals_eager(rank, world_size):
         layout = Layout("zigzag", 16, world_size, Mask(cu_seqlens=ends), group=dist.group.WORLD)
         local = _local(make_inputs(16), layout, rank)
         results = []
-        for call in (compiled, lambda q, k, v, layout: ring_attention(q, k, v, layout=layout, group=dist.group.WORLD, kernel="cpu")):
+        for call in (compiled, lambda q, k, v, layout: ring_attention(q, k, v, layout=layout, group=dist.group.WORLD,
+                                                                             kernel="cpu")):
             q, k, v = local.fresh()
             out = call(q, k, v, layout)
             out.backward(local.dout)
@@ -168,7 +170,8 @@ def _batches_agree(rank, world_size):
     labels = tokens.clone()
     labels[:, ::3] = -100
     counted = [shard_batch({"tokens": tokens, "labels": labels}, **where).num_valid for where in (
-        {"layout": "striped", "group": dist.group.WORLD}, {"layout": Layout("striped", 8 * world_size, world_size), "rank": rank})]
+        {"layout": "striped", "group": dist.group.WORLD},
+        {"layout": Layout("striped", 8 * world_size, world_size), "rank": rank})]
     assert counted[0] == counted[1] == int((labels[:, 1:] != -100).sum())
     gathered = unshard(sharded.positions, sharded.layout, group=dist.group.WORLD, dim=0)
     assert torch.equal(gathered, torch.arange(8 * world_size))
@@ -193,7 +196,8 @@ def _disagreements_raise_the_same_error_everywhere(rank, world_size):
         "documents": lambda: attend(layout=layout, mask=Mask()) if not odd else attend(cu_seqlens=[0, 4 * world_size]),
         "layout": lambda: attend(layout="striped" if odd else "zigzag"),
         "kernel": lambda: ring_attention(base.q, base.k, base.v, group=dist.group.WORLD, kernel="cpu" if odd else "reference"),
-        "kernel unknown": lambda: ring_attention(base.q, base.k, base.v, group=dist.group.WORLD, kernel="fast" if odd else "reference"),
+        "kernel unknown": lambda: ring_attention(base.q, base.k, base.v, group=dist.group.WORLD,
+                                                 kernel="fast" if odd else "reference"),
         "kernel absent": lambda: ring_attention(base.q, base.k, base.v, group=dist.group.WORLD, kernel="hopper"),
         "scale": lambda: attend(softmax_scale=0.5 if odd else None),
         "head_dim of v": lambda: attend(v=base.v[..., :4] if odd else base.v),
@@ -202,10 +206,13 @@ def _disagreements_raise_the_same_error_everywhere(rank, world_size):
         "exchange": lambda: attend(exchange="nccl"),
         "rows": lambda: attend(*(x[:, :3] if odd else x for x in (base.q, base.k, base.v)), layout=layout),
         "Layout": lambda: Layout("zigzag", 8 if odd else 9, world_size, group=dist.group.WORLD),
-        "Layout refused": lambda: Layout("zigzag", 8, world_size, Mask(cu_seqlens=[0, 9] if odd else [0, 8]), group=dist.group.WORLD),
-        "Layout agree": lambda: Layout("zigzag", 8, world_size, group=dist.group.WORLD, agree={"dtype": torch.half if odd else torch.bfloat16}),
+        "Layout refused": lambda: Layout("zigzag", 8, world_size, Mask(cu_seqlens=[0, 9] if odd else [0, 8]),
+                                         group=dist.group.WORLD),
+        "Layout agree": lambda: Layout("zigzag", 8, world_size, group=dist.group.WORLD,
+                                       agree={"dtype": torch.half if odd else torch.bfloat16}),
         "batch": lambda: shard_batch({"tokens": tokens + 1 if odd else tokens}, group=dist.group.WORLD),
-        "batch refused": lambda: shard_batch({"tokens": tokens, "cu_seqlens": [1, 16] if odd else [0, 16]}, group=dist.group.WORLD),
+        "batch refused": lambda: shard_batch({"tokens": tokens, "cu_seqlens": [1, 16] if odd else [0, 16]},
+                                             group=dist.group.WORLD),
     }
     texts = {}
     for name, call in cases.items():
@@ -229,11 +236,12 @@ def _disagreements_raise_the_same_error_everywhere(rank, world_size):
     assert "must start at 0" in texts["batch refused"]
 
 
-_CASES = (_equals_loopback, _lengths_differ, _bytes_are_the_plans, _rings_side_by_side, _checkpointing_is_bitwise, _compiled_equals_eager,
-          _unshard_inverts_shard, _batches_agree, _disagreements_raise_the_same_error_everywhere)
+_CASES = (_equals_loopback, _lengths_differ, _bytes_are_the_plans, _rings_side_by_side, _checkpointing_is_bitwise,
+          _compiled_equals_eager, _unshard_inverts_shard, _batches_agree, _disagreements_raise_the_same_error_everywhere)
 
 
-_NCCL_CASES = (_equals_loopback, _lengths_differ, _bytes_are_the_plans, _rings_side_by_side, _checkpointing_is_bitwise, _unshard_inverts_shard)
+_NCCL_CASES = (_equals_loopback, _lengths_differ, _bytes_are_the_plans, _rings_side_by_side, _checkpointing_is_bitwise,
+               _unshard_inverts_shard)
 
 
 def _all_cases(rank, world_size):
@@ -278,6 +286,7 @@ def test_when_a_rank_is_lost_the_others_end_with_an_error_that_names_the_hop(how
     others = [outcomes[0], outcomes[2]]
     assert all(outcome.exitcode not in (0, None) for outcome in others), "\n".join(map(str, outcomes))
     said = [outcome.error + outcome.stderr for outcome in others]
-    assert all("forward call 1, step 1" in text or "forward call 1, step 0" in text or "backward call" in text for text in said), said
+    assert all("forward call 1, step 1" in text or "forward call 1, step 0" in text or "backward call" in text
+               for text in said), said
     assert any("cp rank 1 (global rank 1)" in text and "step 1" in text and "kv of cp rank" in text for text in said), said
     assert max(outcome.seconds for outcome in others) < 45

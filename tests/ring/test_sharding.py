@@ -43,7 +43,8 @@ def test_the_last_token_of_each_document_has_no_label():
     for kind in ("contiguous", "zigzag", "striped"):
         for cp_size in (1, 2, 3, 8):
             parts = _labels(kind, cp_size, cu_seqlens=[0, 0, 1, 4, 4, 6])
-            by_position = dict(zip(torch.cat([x.positions for x in parts]).tolist(), torch.cat([x.labels[0] for x in parts]).tolist()))
+            by_position = dict(zip(torch.cat([x.positions for x in parts]).tolist(),
+                                   torch.cat([x.labels[0] for x in parts]).tolist()))
             assert [by_position[i] for i in range(8)] == [-100, 2, 3, -100, 5, -100, -100, -100]
             assert {x.num_valid for x in parts} == {3}
 
@@ -85,7 +86,8 @@ def test_sources_of_any_kind_give_the_same_part(tmp_path):
     layout = Layout("striped", 64, 3)
     parts = [shard_batch({"tokens": x}, layout, rank=2) for x in (values, mapped, torch.from_numpy(values.astype(np.int32)))]
     for part in parts:
-        assert part.tokens.dtype == torch.int64 and torch.equal(part.tokens, parts[0].tokens) and torch.equal(part.labels, parts[0].labels)
+        assert part.tokens.dtype == torch.int64
+        assert torch.equal(part.tokens, parts[0].tokens) and torch.equal(part.labels, parts[0].labels)
     assert batch_hash(values) == batch_hash(torch.from_numpy(values.astype(np.int64))) != batch_hash(values + 1)
     assert batch_hash(mapped) == batch_hash(np.memmap(tmp_path / "tokens.bin", dtype=np.uint16, mode="r", shape=(2, 64)))
 
@@ -116,7 +118,8 @@ def test_positions_may_restart_at_documents_and_a_mask_of_ones_is_no_mask():
 
 def test_conflicting_ways_to_say_the_same_are_refused():
     layout = Layout("zigzag", 8, 2, Mask(cu_seqlens=[0, 4, 8]))
-    for match, options in (("different documents", dict(layout=layout, rank=0)), ("masks together", dict(layout=layout, rank=0, masks=Mask()))):
+    for match, options in (("different documents", dict(layout=layout, rank=0)),
+                           ("masks together", dict(layout=layout, rank=0, masks=Mask()))):
         with pytest.raises(ValueError, match=match):
             shard_batch({"tokens": _TOKENS, "cu_seqlens": [0, 3, 8]}, **options)
     with pytest.raises(ValueError, match="which rank"):

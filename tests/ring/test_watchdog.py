@@ -11,7 +11,8 @@ import torch
 from ringflash.ring import watchdog
 
 _POSITION = watchdog.Position("backward", 12, 3, "cp rank 1 (global rank 5)",
-                              ("receiving kv of cp rank 0 from cp rank 2 (global rank 6)", "sending dkv of cp rank 0 to cp rank 0 (global rank 4)"))
+                              ("receiving kv of cp rank 0 from cp rank 2 (global rank 6)",
+                               "sending dkv of cp rank 0 to cp rank 0 (global rank 4)"))
 
 
 def test_a_position_names_pass_call_step_and_hops():

@@ -46,7 +46,8 @@ def run_ranks(body: Callable[..., Any], world_size: int, *arguments: Any, timeou
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="ringflash-ranks-") as folder:
-        processes = [context.Process(target=_main, args=(body, rank, world_size, backend, group_timeout_s, folder, arguments), daemon=True)
+        processes = [context.Process(target=_main, args=(body, rank, world_size, backend, group_timeout_s, folder, arguments),
+                                     daemon=True)
                      for rank in range(world_size)]
         start = time.monotonic()
         deadline = start + timeout_s
@@ -66,7 +67,8 @@ def run_ranks(body: Callable[..., Any], world_size: int, *arguments: Any, timeou
                 if process.is_alive():
                     process.kill()
                 process.join()
-        return [_outcome(Path(folder), rank, process.exitcode if rank in ended else None, ended.get(rank, time.monotonic() - start))
+        return [_outcome(Path(folder), rank, process.exitcode if rank in ended else None,
+                         ended.get(rank, time.monotonic() - start))
                 for rank, process in enumerate(processes)]
 
 

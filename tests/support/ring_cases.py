@@ -55,11 +55,14 @@ def make_inputs(
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
     sum_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    return Inputs(draw(batch, seq_len, heads, head_dim), draw(batch, keys, kv_heads, head_dim), draw(batch, keys, kv_heads, head_dim),
+    return Inputs(draw(batch, seq_len, heads, head_dim), draw(batch, keys, kv_heads, head_dim),
+                  draw(batch, keys, kv_heads, head_dim),
                   draw(batch, seq_len, heads, head_dim), draw(batch, heads, seq_len, dtype=sum_dtype))
 
 
-def run(attend: Callable[..., tuple[Tensor, Tensor]], inputs: Inputs, *, with_dlse: bool = True, **options: Any) -> dict[str, Tensor]:
+def run(
+    attend: Callable[..., tuple[Tensor, Tensor]], inputs: Inputs, *, with_dlse: bool = True, **options: Any
+) -> dict[str, Tensor]:
     """out, lse, dq, dk, dv of attend(q, k, v, return_lse=True, **options)."""
     q, k, v = inputs.fresh()
     out, lse = attend(q, k, v, return_lse=True, **options)

@@ -1,4 +1,5 @@
-"""The ring as two functional custom ops, one per direction: traced code sees shapes, names and spec tensors, never what a mask holds.
+"""The ring as two functional custom ops, one per direction: traced code sees shapes, names and spec tensors, never what a
+mask holds.
 
 Layouts and masks enter as their CPU spec tensors, which describe them completely: a new batch of documents is new data to a
 compiled graph, not a new constant, and nothing has to outlive the call. A group enters by its name.
@@ -22,11 +23,12 @@ from ringflash.ring import loop, watchdog
 from ringflash.ring.exchange import DistributedExchange, check_carrier, check_exchange, warm_up
 from ringflash.ring.plan import Plan, build_plan
 
-# mask, layout, layout_k: specs, or None. causal, left, right: a mask in place of a spec (causal -1: none, 0, 1). (An int[] would be taken
-# for a list of tensors by torch's autograd wrapper when it is empty.) masks: specs of the masks that the layout allows.
+# mask, layout, layout_k: specs, or None. causal, left, right: a mask in place of a spec (causal -1: none, 0, 1). (An int[] would
+# be taken for a list of tensors by torch's autograd wrapper when it is empty.) masks: specs of the masks that the layout allows.
 # layout_kind, layout_k_kind: a layout by its name where there is no spec; layout_k_kind "" is the layout of q.
 _RING_ARGUMENTS = (
-    "Tensor? mask, int causal, int left, int right, Tensor? layout, str layout_kind, Tensor[] masks, Tensor? layout_k, str layout_k_kind, "
+    "Tensor? mask, int causal, int left, int right, Tensor? layout, str layout_kind, Tensor[] masks, Tensor? layout_k, "
+    "str layout_k_kind, "
     "float softmax_scale, str group_name, str kernel, str exchange, bool deterministic, bool is_agreed")
 
 
@@ -92,8 +94,9 @@ def _resolve(q: Tensor, k: Tensor, v: Tensor, a: RingArguments, group: dist.Proc
     for name, x, value in (("q", q, layout), ("k", k, layout_k)):
         if x.shape[1] != value.shard_len(rank):
             lengths = [value.shard_len(r) for r in range(size)]
-            raise ValueError(f"{name}: {x.shape[1]} local rows on cp rank {rank}, but its layout ({value.kind}, seq_len={value.seq_len}, "
-                             f"cp_size={size}) gives it {value.shard_len(rank)} (all ranks: {_brief(lengths)})")
+            raise ValueError(f"{name}: {x.shape[1]} local rows on cp rank {rank}, but its layout ({value.kind}, "
+                             f"seq_len={value.seq_len}, cp_size={size}) gives it {value.shard_len(rank)} "
+                             f"(all ranks: {_brief(lengths)})")
     given = _decode(a.mask) if a.mask is not None else None
     if a.causal >= 0:
         given = Mask(causal=bool(a.causal), window_size=(a.left, a.right))
@@ -125,7 +128,8 @@ def _needs_gradients(*tensors: Tensor) -> bool:
 
 
 @torch.library.custom_op(
-    "ringflash::attention_forward", mutates_args=(), schema=f"(Tensor q, Tensor k, Tensor v, {_RING_ARGUMENTS}) -> (Tensor, Tensor)")
+    "ringflash::attention_forward", mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {_RING_ARGUMENTS}) -> (Tensor, Tensor)")
 def attention_forward(q, k, v, *arguments):
     """q [B, S_local, Hq, D], k, v [B, Sk_local, Hkv, D] -> out like q (contiguous), lse [B, Hq, S_local] acc dtype."""
     a = RingArguments(*arguments)
@@ -152,7 +156,8 @@ def attention_forward(q, k, v, *arguments):
     schema="(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
            f"{_RING_ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
 def attention_backward(dout, dlse, q, k, v, out, lse, *arguments):
-    """dout, out like q, lse and dlse [B, Hq, S_local] -> dq, dk, dv like q, k, v (contiguous). The forward agreed on everything."""
+    """dout, out like q, lse and dlse [B, Hq, S_local] -> dq, dk, dv like q, k, v (contiguous). The forward agreed on
+    everything."""
     a = RingArguments(*arguments)
     group, rank, size = group_by_name(a.group_name)
     ring = _resolve(q, k, v, a, group, rank, size)
