@@ -22,7 +22,7 @@ import torch
 from ringflash.ring import watchdog
 
 STEP_TIMEOUT_S = 120.0                      # one batch of the ring: a cold compile on one rank fits in, a hang ends
-GRACE_S = 10.0                              # after the first rank failed the others may still say what they saw
+GRACE_S = 5.0                               # after the first rank failed the others may still say what they saw
 
 
 class RingFailure(RuntimeError):

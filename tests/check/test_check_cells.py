@@ -1,0 +1,76 @@
+"""Claims about what the check runs: the matrix is whole, pairwise subsets cover every pair, inputs are what they say."""
+import itertools
+
+import pytest
+import torch
+
+from ringflash.launch import check_cells as cells
+
+
+def test_the_matrix_holds_every_combination_of_kernel_dtype_mask_layout_ranks_and_group_size():
+    found = cells.matrix(("cpu", "reference"), ("fp32", "bf16"), seq_lens=(5, 61), head_dims=(32,))
+    got = {(c.kernel, c.dtype, c.mask, c.layout, c.cp_size, c.ratio, c.seq_len) for c in found}
+    assert got == set(itertools.product(("cpu", "reference"), ("fp32", "bf16"), cells.MASKS, cells.LAYOUTS, cells.CP_SIZES,
+                                        cells.RATIOS, (5, 61)))
+    assert len(found) == len(got)
+
+
+def test_the_quick_matrix_keeps_every_line_and_in_each_line_every_value_of_every_axis():
+    whole = cells.matrix(("cpu",), ("fp32",), seq_lens=(5, 61), head_dims=(32,))
+    quick = cells.matrix(("cpu",), ("fp32",), seq_lens=(5, 61), head_dims=(32,), diagonal=True)
+    assert len(quick) < len(whole) / 4
+    assert {c.line for c in quick} == {c.line for c in whole}
+    for line in {c.line for c in quick}:
+        members = [c for c in quick if c.line == line]
+        for axis in ("cp_size", "ratio", "seq_len", "deterministic"):
+            assert {getattr(c, axis) for c in members} == {getattr(c, axis) for c in whole}, (line, axis)
+
+
+@pytest.mark.parametrize("axes", [
+    {"a": (1, 2), "b": (1, 2)},
+    {"a": (1, 2, 3), "b": ("x", "y"), "c": (True, False)},
+    {"mask": cells.MASKS, "cp": cells.CP_SIZES, "ratio": cells.RATIOS, "layout": cells.LAYOUTS, "dtype": ("fp32", "bf16", "fp16"),
+     "len": (1, 17, 33, 48), "det": (False, True)},
+], ids=["two", "three", "matrix"])
+def test_pairwise_rows_cover_every_pair_with_far_fewer_rows_than_the_product(axes):
+    rows = cells.pairwise(axes)
+    for (a, xs), (b, ys) in itertools.combinations(axes.items(), 2):
+        assert {(row[a], row[b]) for row in rows} == set(itertools.product(xs, ys)), (a, b)
+    assert cells.missing_pairs(rows, axes) == []
+    two_largest = sorted(map(len, axes.values()))[-2:]
+    assert len(rows) <= 2 * two_largest[0] * two_largest[1]
+    assert cells.pairwise(axes) == rows
+
+
+def test_a_missing_pair_is_named():
+    axes = {"a": (1, 2), "b": (1, 2), "c": (1, 2)}
+    rows = [row for row in cells.pairwise(axes) if not (row["a"] == 2 and row["c"] == 1)]
+    assert (("a", 2), ("c", 1)) in cells.missing_pairs(rows, axes)
+
+
+def test_pairwise_cells_stay_small_enough_for_the_interpreter():
+    found = cells.pairwise_cells("triton", dtypes=("fp32", "bf16", "fp16"), seq_lens=(1, 17, 33, 48), head_dims=(16, 40))
+    assert len(found) <= 40
+    assert {c.mask for c in found} == set(cells.MASKS) and {c.cp_size for c in found} == set(cells.CP_SIZES)
+
+
+@pytest.mark.parametrize("seq_len", [1, 5, 17, 61, 389])
+def test_documents_hold_empty_ones_a_single_token_and_a_dead_tail(seq_len):
+    ends = cells.document_ends(seq_len)
+    assert ends[0] == 0 and list(ends) == sorted(ends) and ends[-1] <= seq_len
+    assert 0 in [b - a for a, b in zip(ends, ends[1:])] and 1 in [b - a for a, b in zip(ends, ends[1:])]
+    assert (ends[-1] < seq_len) == (seq_len >= 16)
+    cells.make_mask("documents+window", seq_len)
+
+
+def test_inputs_are_views_of_a_packed_buffer_and_the_same_every_time_with_nan_in_dead_rows_only():
+    cell = cells.Cell("cpu", "bf16", "documents", "zigzag", 2, 4, 61, 8)
+    inputs = cells.make_inputs(cell, "cpu")
+    assert [tuple(x.shape) for x in inputs] == [(1, 61, 8, 8), (1, 61, 2, 8), (1, 61, 2, 8), (1, 61, 8, 8)]
+    dead = cells.dead_rows("documents", 61)
+    for x, again in zip(inputs, cells.make_inputs(cell, "cpu")):
+        assert not x.is_contiguous() and x.dtype == torch.bfloat16
+        assert torch.equal(x.view(torch.int16), again.view(torch.int16))
+        assert x[:, dead].isnan().all() and not x[:, : dead.start].isnan().any()
+    other = cells.make_inputs(cells.Cell("cpu", "bf16", "causal", "zigzag", 2, 4, 61, 8), "cpu")
+    assert not torch.equal(other[0][:, :50], inputs[0][:, :50])

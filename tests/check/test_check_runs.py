@@ -1,0 +1,132 @@
+"""The check run as a user runs it, on small parts of the matrix; and that it sees what is wrong."""
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ringflash.launch import check, check_judge, check_planted, check_ring, check_spawn
+from ringflash.launch.check_cells import Cell
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["--device", "cpu", "--seq-lens", "19", "--ratios", "1,4", "--dtypes", "fp32", "--head-dims", "8"]
+
+
+def test_a_small_matrix_holds_on_both_kernels_and_writes_every_cell(tmp_path, capsys):
+    path = tmp_path / "check.json"
+    assert check.main([*SMALL, "--quick", "--cp-sizes", "1,3,8", "--json", str(path)]) == 0
+    found = json.loads(path.read_text())
+    assert len(found["matrix"]) == 2 * 5 * 3 * 3 and all(cell["ok"] for cell in found["matrix"])
+    assert set(found["matrix"][0]["ratios"]) == {"out", "lse", "dq", "dk", "dv"}
+    out = capsys.readouterr().out
+    assert out.count(" ok") >= 30 and "90 of 90 cells within budget" in out
+
+
+def test_a_wrong_result_fails_the_check(monkeypatch, capsys):
+    plain = check_judge.loopback_cell
+
+    def off_by_little(cell, device):
+        result = plain(cell, device)
+        return {**result, "dv": result["dv"] * (1 + 1e-3)}
+
+    monkeypatch.setattr(check_judge, "loopback_cell", off_by_little)
+    assert check.main([*SMALL, "--quick", "--kernels", "reference", "--masks", "causal", "--layouts", "zigzag"]) == 1
+    assert "dv" in capsys.readouterr().out
+
+
+def test_a_cell_that_raises_fails_alone_and_says_why(monkeypatch, capsys):
+    plain = check_judge.simulate
+
+    def breaks_at_3(*args, cp_size, **options):
+        if cp_size == 3:
+            raise RuntimeError("broken on purpose")
+        return plain(*args, cp_size=cp_size, **options)
+
+    monkeypatch.setattr(check_judge, "simulate", breaks_at_3)
+    arguments = [*SMALL, "--quick", "--kernels", "reference", "--masks", "causal", "--layouts", "zigzag", "--cp-sizes", "2,3"]
+    assert check.main(arguments) == 1
+    out = capsys.readouterr().out
+    assert "broken on purpose" in out and "1 of 2 cells within budget" in out
+
+
+@pytest.mark.parametrize("defect", check_planted.DEFECTS)
+@pytest.mark.parametrize("kernel", ["cpu", "reference"])
+def test_a_planted_defect_is_caught(defect, kernel):
+    caught, evidence = check_planted.catches(defect, kernel, torch.device("cpu"))
+    assert caught, evidence
+
+
+def test_a_wrong_direction_cannot_be_seen_with_two_ranks():
+    cell = Cell("reference", "fp32", "causal", "striped", 2, 2, 48, 16)
+
+    class BothNeighboursCoincide(check_planted.WrongNeighbour):
+        cp_size = 2
+
+    result = check_planted.run_ring(cell, torch.device("cpu"), loopback=BothNeighboursCoincide)
+    assert check_judge.Judge("cpu").judge(cell, lambda: result).ok
+
+
+def test_a_missed_defect_is_reported_and_fails(monkeypatch, capsys):
+    harmless = check_planted.Defect("nothing at all", "causal", "zigzag", 3, {})
+    monkeypatch.setitem(check_planted.DEFECTS, "skipped-visit", harmless)
+    assert check.main(["--planted", "skipped-visit,lse-base", "--device", "cpu", "--kernels", "reference"]) == 1
+    out = capsys.readouterr().out
+    assert "MISSED" in out and "CAUGHT" in out
+
+
+def test_errors_do_not_grow_and_bits_repeat_on_the_cpu_kernel():
+    assert check.main(["--growth", "--bitwise", "2", "--device", "cpu", "--kernels", "cpu"]) == 0
+
+
+def test_two_processes_with_delays_give_the_loopback_ring_bit_for_bit(tmp_path):
+    path = tmp_path / "ring.json"
+    arguments = [*SMALL, "--quick", "--processes", "2", "--delays", "3", "--kernels", "cpu", "--timeout", "100", "--json", str(path)]
+    assert check.main(arguments) == 0
+    found = json.loads(path.read_text())["matrix"]
+    assert len(found) == 30 and all(cell["ok"] and cell["bitwise"]["out"] and cell["bitwise"]["lse"] for cell in found)
+    assert any("dk" in cell["bitwise"] for cell in found)
+
+
+def test_a_rank_that_raises_ends_the_ring_with_one_message_that_names_rank_and_cell():
+    good = Cell("reference", "fp32", "causal", "zigzag", 2, 1, 8, 8)
+    bad = Cell("hopper", "fp32", "causal", "zigzag", 2, 1, 8, 8)
+    with pytest.raises(check_spawn.RingFailure, match=r"rank \d of 2, at cell 1 .*(hopper|not available)"):
+        check_ring.run_ring([good, bad], 2, device_type="cpu", timeout_s=100)
+
+
+def test_a_ring_that_is_late_is_ended_and_costs_exit_code_1(capsys):
+    assert check.main([*SMALL, "--quick", "--processes", "2", "--timeout", "0.5"]) == 1
+    assert "was not done after 0.5 s" in capsys.readouterr().err
+
+
+def _rank_that_dies(rank):
+    if rank.rank == 1:
+        os._exit(9)
+    torch.distributed.barrier()
+
+
+def test_a_rank_that_dies_without_a_word_is_named():
+    with pytest.raises(check_spawn.RingFailure, match="rank 1 of 2.* exit code 9|rank 0 of 2"):
+        check_spawn.run_ranks(_rank_that_dies, 2, device_type="cpu", timeout_s=100)
+
+
+def test_training_equivalence_of_two_ranks_prints_every_kind_of_parameter(capsys, tmp_path):
+    assert check.main(["--train", "--processes", "2", "--device", "cpu", "--json", str(tmp_path / "t.json")]) == 0
+    out = capsys.readouterr().out
+    assert "gradient norm" in out and "attention.wq" in out and "quantities within budget" in out
+    assert json.loads((tmp_path / "t.json").read_text())["train"]["cp"] == 2
+
+
+def test_the_file_runs_as_a_script_from_anywhere_without_hydra(tmp_path):
+    code = ("import runpy, sys; sys.argv = ['check.py', '--quick', '--device', 'cpu', '--kernels', 'cpu', '--masks', 'causal', "
+            f"'--dtypes', 'fp32', '--seq-lens', '9', '--ratios', '1', '--cp-sizes', '2'];\n"
+            f"try: runpy.run_path({str(ROOT / 'launch' / 'check.py')!r}, run_name='__main__')\n"
+            "except SystemExit as left: assert left.code == 0, left.code\n"
+            "assert 'hydra' not in sys.modules and 'omegaconf' not in sys.modules")
+    done = subprocess.run([sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT / 'launch')!r}); {code}"], cwd=tmp_path,
+                          capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "cells within budget" in done.stdout
