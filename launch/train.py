@@ -158,7 +158,8 @@ def run_torchrun(nproc: int, folder: Path, *, cpu: bool) -> int:
     env = dict(os.environ)
     if cpu:
         # torchrun would give each rank one thread; the ranks share the cores evenly instead.
-        env.setdefault("OMP_NUM_THREADS", str(max(len(os.sched_getaffinity(0)) // nproc, 1)))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        env.setdefault("OMP_NUM_THREADS", str(max(cores // nproc, 1)))
     process = subprocess.Popen(command, env=env)
     # Ctrl-C goes to the whole foreground group: torchrun handles it, this process only waits.
     handlers = {signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: lambda signum, frame: process.send_signal(signum)}
@@ -174,9 +175,9 @@ def worker(argv: list[str]) -> int:
     """One rank: agrees with the others on configuration and folder, then trains. Returns the exit code."""
     from ringflash.train.loop import run
     from ringflash.train.startup import StartError, agree, rendezvous
-    from ringflash.train.world import leave_on_sigterm
+    from ringflash.train.world import leave_on_signals
 
-    leave_on_sigterm()
+    leave_on_signals()
     composed = cfg = error = None
     given = Path(argv[1]) if argv[:1] == [_RUN_FOLDER] else None
     try:

@@ -88,6 +88,9 @@ def run(cfg: Config, *, store: dist.Store, rank: int, world_size: int, folder: P
     except NonFiniteError as error:
         if rank == 0:
             print(f"ringflash train: {error}", file=sys.stderr, flush=True)
+        if dist.is_initialized():
+            # All ranks are here. Nobody leaves before rank 0 has spoken: the launcher kills the rest at the first exit.
+            dist.barrier()
         return _leave(1)
     except Exception:
         # With its traceback, from every rank that has one: a ring that breaks looks different from each side.

@@ -25,7 +25,10 @@ class Recorder:
         if folder is not None:
             # Line-buffered: what a killed run has measured is on disk.
             self.file = open(folder / "metrics.jsonl", "w", buffering=1, encoding="utf-8")
-            self.bar = tqdm(total=cfg.train.steps, unit="step", dynamic_ncols=True, disable=not cfg.run.progress)
+            # In a log file every refresh is a line of its own: fewer there.
+            interval_s = 0.3 if sys.stderr.isatty() else 10.0
+            self.bar = tqdm(total=cfg.train.steps, unit="step", dynamic_ncols=True, mininterval=interval_s, miniters=1,
+                            disable=not cfg.run.progress)
         self.log_every, self.steps = cfg.train.log_every, cfg.train.steps
 
     def step(self, row: dict) -> None:
@@ -45,7 +48,7 @@ class Recorder:
         self.evals.append(row)
         self._write({"kind": "eval", **row})
         if not self.bar.disable:
-            self.bar.write(f"step {row['step']}: held-out loss {row['heldout_loss']:.4f} ({row['valid_tokens']:,} tokens)")
+            self.bar.write(f"step {row['step']}: held-out loss {row['heldout_loss']:.4f} ({row['valid_tokens']:,} tokens)", file=sys.stderr)
 
     def finish(self, summary: dict, *, plot: bool, unigram_nats: float) -> None:
         """Writes summary.json and loss.png and prints the table."""
@@ -111,11 +114,6 @@ def save_weights(path: Path, model: nn.Module) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(part, path)
-
-
-def say(message: str) -> None:
-    """A line for the user, beside the progress bar."""
-    tqdm.write(message, file=sys.stderr)
 
 
 def _write_atomically(path: Path, content: bytes) -> None:

@@ -99,8 +99,8 @@ def pick_device(name: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def leave_on_sigterm() -> None:
-    """On SIGTERM this process says where its ring stands and exits with 143.
+def leave_on_signals() -> None:
+    """On SIGTERM, and on Ctrl-C, this process says where its ring stands and exits with 143 (130).
 
     A rank that waits for a peer that died sits inside a C call, where a Python signal handler never gets to run: a thread reads
     the wake-up pipe instead, which the C-level handler writes at once.
@@ -108,13 +108,15 @@ def leave_on_sigterm() -> None:
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    signal.signal(signal.SIGTERM, lambda signum, frame: None)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda signum, frame: None)
 
     def watch() -> None:
         while True:
-            if signal.SIGTERM in os.read(read_end, 64):
-                rank = os.environ.get("RANK", "0")
-                print(f"rank {rank}: stopped by SIGTERM; {watchdog.describe()}", file=sys.stderr, flush=True)
-                os._exit(128 + signal.SIGTERM)
+            for number in os.read(read_end, 64):
+                if number in (signal.SIGTERM, signal.SIGINT):
+                    rank, name = os.environ.get("RANK", "0"), signal.Signals(number).name
+                    print(f"rank {rank}: stopped by {name}; {watchdog.describe()}", file=sys.stderr, flush=True)
+                    os._exit(128 + number)
 
-    threading.Thread(target=watch, name="ringflash-sigterm", daemon=True).start()
+    threading.Thread(target=watch, name="ringflash-signals", daemon=True).start()

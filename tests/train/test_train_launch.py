@@ -154,6 +154,14 @@ def test_what_cannot_run_is_refused_by_the_parent_with_one_clear_message(tmp_pat
     assert not [p for p in tmp_path.glob("outputs/*") if p.name != "cache"], "no run folder for a run that cannot be"
 
 
+def test_a_run_that_diverges_ends_all_ranks_with_one_message_and_keeps_its_figures(tmp_path):
+    done = launch(tmp_path, *MINI, "optim=sgd", "optim.lr=1e30", "optim.grad_clip=0", "optim.warmup_steps=0")
+    assert done.returncode == 1
+    assert done.stderr.count("ringflash train: step 2: the loss is ") == 1
+    (folder,) = run_folders(tmp_path)
+    assert [row["step"] for row in rows(folder, "train")] == [1] and not (folder / "weights.pt").exists()
+
+
 def test_under_a_launcher_a_missing_file_ends_all_ranks_with_one_message(tmp_path):
     began = time.monotonic()
     done = own_launcher(tmp_path, [[*MINI, "data.path=no/such/text"]] * 2)
