@@ -1,12 +1,12 @@
 """Times the kernels and the ring on this machine.
 
-    python launch/bench.py kernels                      triton against cuDNN and FlashAttention-2 (through SDPA), forward and backward
+    python launch/bench.py kernels              triton against cuDNN and FlashAttention-2 (through SDPA), forward and backward
     python launch/bench.py kernels --shapes 128:16:16:16384:causal:bf16 --json out.json --png out.png
-    python launch/bench.py kernels --tiles 'fwd:128:bf16=128,128,8,3;bwd:...' --tiles ...    each becomes a candidate of the same run
-    python launch/bench.py ring --cp-size 8             all visits of a ring of 8 on one device against one kernel call of equal FLOPs
+    python launch/bench.py kernels --tiles 'fwd:128:bf16=128,128,8,3;bwd:...' --tiles ...      more candidates of the same run
+    python launch/bench.py ring --cp-size 8     all visits of a ring of 8 on one device against one call of equal FLOPs
 
-All candidates of a shape run in one process, turn by turn, on the same random inputs; figures are medians. TFLOP/s count causal as
-half and the backward as 2.5 forwards. Without a GPU the default shapes are tiny (a smoke test, no measurement).
+All candidates of a shape run in one process, turn by turn, on the same random inputs; figures are medians. TFLOP/s count causal
+as half and the backward as 2.5 forwards. Without a GPU the default shapes are tiny (a smoke test, no measurement).
 """
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def parser() -> argparse.ArgumentParser:
         sub.add_argument("--png", default=None, metavar="PATH", help="draw the figures")
         if name == "kernels":
             sub.add_argument("--candidates", default=None,
-                             help="comma-separated, the first one is the baseline: cudnn, flash2, sdpa, sdpa-math, or a kernel of "
-                                  "ours (triton, cpu, reference; triton+det: its deterministic backward)")
+                             help="comma-separated, the first one is the baseline: cudnn, flash2, sdpa, sdpa-math, or a kernel "
+                                  "of ours (triton, cpu, reference; triton+det: its deterministic backward)")
             sub.add_argument("--tiles", action="append", default=[], metavar="TABLE",
                              help="adds a candidate: triton with these entries of its tile table replaced")
         else:
@@ -129,7 +129,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     records = [record for group in groups.values() for record in group]
     if options.json:
         Path(options.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.json).write_text(json.dumps({"environment": environment(), "what": options.what, "records": records}, indent=1))
+        whole = {"environment": environment(), "what": options.what, "records": records}
+        Path(options.json).write_text(json.dumps(whole, indent=1) + "\n")
     if options.png:
         draw(groups, options.png)
     wrong = [r for r in records if r["failure"] is None and not r["difference"] <= 0.05]

@@ -1,7 +1,7 @@
 """What is timed and how: our kernels and torch's own attention, on the same random inputs, interleaved in one process.
 
-A GPU at its power cap drifts by 5% and more between runs; the ratio of two medians that were taken turn by turn does not. So every
-repetition runs each candidate once, and the figure to read is the ratio.
+A GPU at its power cap drifts by 5% and more between runs; the ratio of two medians that were taken turn by turn does not. So
+every repetition runs each candidate once, and the figure to read is the ratio.
 """
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Shape:
         if shape.dtype not in DTYPES:
             raise ValueError(f"shape {text!r}: dtype {shape.dtype!r} unknown; valid: {', '.join(DTYPES)}")
         if shape.num_heads % shape.num_kv_heads:
-            raise ValueError(f"shape {text!r}: {shape.num_heads} query heads are no multiple of {shape.num_kv_heads} key/value heads")
+            raise ValueError(f"shape {text!r}: Hq={shape.num_heads} must be a multiple of Hkv={shape.num_kv_heads}")
         shape.rows()
         return shape
 
@@ -127,8 +127,8 @@ def sdpa(name: str, shape: Shape, inputs: Sequence[torch.Tensor]) -> Candidate:
 
 
 def build(name: str | TilePatch, shape: Shape, inputs: Sequence[torch.Tensor]) -> Candidate:
-    """By name: cudnn, flash2, sdpa, sdpa-math, a kernel of ours, or kernel+det for its deterministic backward; or triton's with other
-    tiles."""
+    """By name: cudnn, flash2, sdpa, sdpa-math, a kernel of ours, kernel+det for its deterministic backward; or triton's with
+    other tiles."""
     if isinstance(name, TilePatch):
         plain, device = ours(str(name), "triton", shape, inputs), inputs[0].device
 

@@ -59,10 +59,10 @@ def bench_ring(shape: Shape, device: torch.device, *, kernel: str, cp_size: int,
     backward = interleaved([run.backward for _, run in alive], device, repeats=repeats, warmup=warmup)
     flops, base = shape.flops(), alive[0][1]
     for (record, run), forward_ms, backward_ms in zip(alive, forward, backward):
-        pairs = zip((run.out, *run.grads), (base.out, *base.grads))
+        pairs = [(a.detach().float(), b.detach().float()) for a, b in zip((run.out, *run.grads), (base.out, *base.grads))]
         record.update(
             forward_ms=forward_ms, backward_ms=backward_ms, forward_tflops=flops / forward_ms / 1e9,
             backward_tflops=BACKWARD_FLOPS * flops / backward_ms / 1e9, forward_ratio=forward[0] / forward_ms,
             backward_ratio=backward[0] / backward_ms, baseline=alive[0][0]["candidate"],
-            difference=max(float((a.float() - b.float()).abs().max() / b.float().abs().max()) for a, b in pairs))
+            difference=max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs))
     return records

@@ -14,7 +14,7 @@ FORM = "kind:D:dtype=block_m,block_n,warps,stages[,tma|notma][,dq=tma|atomic|sep
 
 @dataclasses.dataclass(frozen=True)
 class TilePatch:
-    """Some entries of the tile table. entries: ((kind, D, width), ((field, value), ...)) each; fields not named keep their value."""
+    """Some entries of the tile table: ((kind, D, width), ((field, value), ...)) each; fields not named keep their value."""
     text: str
     entries: tuple[tuple[tuple[str, int, str], tuple[tuple[str, object], ...]], ...]
 
@@ -23,7 +23,7 @@ class TilePatch:
 
     @contextlib.contextmanager
     def applied(self, device: torch.device) -> Iterator[None]:
-        """The table with these entries in it, put back afterwards. Raises RuntimeError for an entry that the table does not have."""
+        """The table with these entries in it, put back afterwards. RuntimeError for an entry that the table does not have."""
         from ringflash.kernels import triton_tiles
 
         arch = triton_tiles.arch_of(device)

@@ -13,7 +13,7 @@ from ringflash import Mask
 LAYOUTS = ("contiguous", "zigzag", "striped")
 MASKS = ("causal", "full", "window", "documents", "documents+window")
 RATIOS = (1, 4, 7, 8)                       # query heads per key/value head
-CP_SIZES = (1, 2, 3, 4, 8)                  # at 2 both neighbours coincide, so a wrong direction passes there: 3 must be among them
+CP_SIZES = (1, 2, 3, 4, 8)                  # 3 matters: at 2 both neighbours coincide, and a wrong direction passes
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 TENSORS = ("out", "lse", "dq", "dk", "dv")
 
@@ -50,7 +50,7 @@ class Cell:
 
 
 def document_ends(seq_len: int) -> tuple[int, ...]:
-    """cu_seqlens with empty documents at the start and inside, a one-token document, cuts off every shard edge, and a dead tail."""
+    """cu_seqlens with empty documents at the start and inside, a one-token document, cuts off the shard edges, a dead tail."""
     end = seq_len - seq_len // 16
     ends = (0, 0, 1, 1 + seq_len // 7, 1 + seq_len // 7, seq_len // 2 + 2, end)
     return tuple(min(e, end) for e in ends)
@@ -144,7 +144,7 @@ def missing_pairs(rows: Iterable[Mapping], axes: Mapping[str, Sequence]) -> list
 def pairwise_cells(kernel: str, *, dtypes: Sequence[str], seq_lens: Sequence[int], head_dims: Sequence[int],
                    cp_sizes: Sequence[int] = CP_SIZES, masks: Sequence[str] = MASKS, layouts: Sequence[str] = LAYOUTS,
                    ratios: Sequence[int] = RATIOS) -> list[Cell]:
-    """A subset of the matrix in which every pair of values of every two axes occurs; raises RuntimeError should one be missing."""
+    """A subset of the matrix with every pair of values of every two axes; raises RuntimeError should one be missing."""
     axes = {"mask": masks, "cp_size": cp_sizes, "ratio": ratios, "layout": layouts, "dtype": dtypes, "seq_len": seq_lens,
             "head_dim": head_dims, "deterministic": (False, True)}
     rows = pairwise(axes)

@@ -1,7 +1,7 @@
 """Planted defects: each is built into one computation of the loopback ring, and the check must catch it.
 
-A check that never fails proves nothing. The defects are the ones that have gone wrong elsewhere while the loss looked healthy. They
-are put into the objects that a ring is made of (plan, kernel, carrier); the product has no hooks for them.
+A check that never fails proves nothing. The defects are the ones that have gone wrong elsewhere while the loss looked healthy.
+They are put into the objects that a ring is made of (plan, kernel, carrier); the product has no hooks for them.
 """
 from __future__ import annotations
 
@@ -149,7 +149,8 @@ DEFECTS = {
     "hop-0-keys": Defect("backward reuses k, v of hop 0", "causal", "zigzag", 3, {"backend": hop_0_keys}),
     "lost-gradient": Defect("one dk, dv message home is empty", "full", "contiguous", 3, {"loopback": LostGradient}),
     "document-leak": Defect("one row sees one key of another document", "documents", "contiguous", 3, {"plan": document_leak}),
-    "mask-differs": Defect("backward with another mask than forward", "causal", "zigzag", 3, {"backward_mask": Mask(causal=False)}),
+    "mask-differs": Defect("backward with another mask than forward", "causal", "zigzag", 3,
+                           {"backward_mask": Mask(causal=False)}),
     "rounded-hops": Defect("partial dk, dv rounded to bf16 each hop", "causal", "zigzag", 8, {"loopback": RoundedHops}),
 }
 
@@ -183,7 +184,8 @@ def _catches_growth(kernel: str, device: torch.device, head_dim: int, seq_len: i
         ring = SimulatedRing(build_plan(mask, layout, layout), layout, layout, backend, head_dim ** -0.5, loopback=loopback)
         out, lse = ring.forward(problem.q, problem.k, problem.v)
         _, dk, dv = ring.backward(problem.dout, None, problem.q, problem.k, problem.v, out, lse)
-        return {"dk": float((dk.double() - truth.dk).square().mean().sqrt()), "dv": float((dv.double() - truth.dv).square().mean().sqrt())}
+        return {name: float((mine.double() - theirs).square().mean().sqrt())
+                for name, mine, theirs in (("dk", dk, truth.dk), ("dv", dv, truth.dv))}
 
     one, sound, planted = errors(1, Loopback), errors(defect.cp_size, Loopback), errors(defect.cp_size, defect.parts["loopback"])
     if any(sound[name] > GROWTH_LIMIT * one[name] for name in one):
@@ -204,7 +206,6 @@ def planted(names: Sequence[str], kernel: str, device: torch.device, *, dtype: s
             caught, evidence = False, str(error)
         records.append({"defect": name, "kernel": kernel, "caught": caught, "evidence": evidence})
     print(f"\nPlanted defects ({kernel}, loopback ring)\n")
-    print(grid(["defect", "what", "", "seen by"],
-               [[r["defect"], DEFECTS[r["defect"]].text, "CAUGHT" if r["caught"] else "MISSED", r["evidence"][:90]] for r in records]),
-          flush=True)
+    rows = [[r["defect"], DEFECTS[r["defect"]].text, "CAUGHT" if r["caught"] else "MISSED", r["evidence"][:70]] for r in records]
+    print(grid(["defect", "what", "", "seen by"], rows), flush=True)
     return all(r["caught"] for r in records), records

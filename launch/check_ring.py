@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from ringflash import Layout, ring_attention, shard
-from ringflash.launch.check_cells import TENSORS, Cell, make_inputs, make_mask
+from ringflash.kernels import dispatch
+from ringflash.launch.check_cells import DTYPES, TENSORS, Cell, make_inputs, make_mask
 from ringflash.launch.check_spawn import Rank, run_ranks
 from ringflash.ring.exchange import DistributedExchange
 
@@ -42,6 +43,7 @@ def _dim(name: str) -> int:
 
 def ring_cells(rank: Rank, cells: Sequence[Cell], delay_ms: float) -> list[dict[str, torch.Tensor]]:
     """The work of one rank: its part of every cell."""
+    warm_up(cells, rank.device)
     clock = random.Random(f"delays of rank {rank.rank}")
     results = []
     with delayed_batches(clock, delay_ms, rank.device):
@@ -52,8 +54,18 @@ def ring_cells(rank: Rank, cells: Sequence[Cell], delay_ms: float) -> list[dict[
     return results
 
 
+def warm_up(cells: Sequence[Cell], device: torch.device) -> None:
+    """Compiles what the cells need before the first message: a compile in mid-run looks like a hang to the other ranks."""
+    kinds = {(c.kernel, c.dtype, c.head_dim, c.batch, c.num_kv_heads * c.ratio, c.num_kv_heads, c.deterministic) for c in cells}
+    for kernel, dtype, head_dim, batch, num_heads, num_kv_heads, deterministic in sorted(kinds):
+        backend = dispatch.select(kernel, device=device, dtype=DTYPES[dtype], head_dim=head_dim, deterministic=deterministic)
+        backend.warmup(DTYPES[dtype], head_dim, device, batch=batch, num_heads=num_heads, num_kv_heads=num_kv_heads,
+                       deterministic=deterministic)
+
+
 def ring_cell(cell: Cell, device: torch.device, group) -> dict[str, torch.Tensor]:
-    """This rank's part of a cell through the public op: out, dq, dk, dv [B, S_local, H, D], lse [B, Hq, S_local], positions; on CPU."""
+    """This rank's part of a cell through the public op, on the CPU: out, dq, dk, dv [B, S_local, H, D], lse [B, Hq, S_local],
+    positions [S_local]."""
     mask = make_mask(cell.mask, cell.seq_len)
     layout = Layout(cell.layout, cell.seq_len, cell.cp_size, mask, group=group)
     q, k, v, dout = (shard(x, layout, group=group) for x in make_inputs(cell, device))

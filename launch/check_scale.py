@@ -61,8 +61,8 @@ def growth(kernel: str, device: torch.device, *, seq_len: int, head_dim: int, dt
             ok = name == "lse" or ratio <= GROWTH_LIMIT
             records.append({"kernel": kernel, "layout": layout, "tensor": name, "rms_one_rank": one[name], "rms_ring": ring[name],
                             "ratio": ratio, "ok": ok})
-    print(f"\nGrowth of the error with the ring: {kernel}, {dtype}, causal, S={seq_len}, D={head_dim}, W={cp_size} against one rank "
-          f"(limit {GROWTH_LIMIT}x)\n")
+    print(f"\nGrowth of the error with the ring: {kernel}, {dtype}, causal, S={seq_len}, D={head_dim}, W={cp_size} against "
+          f"one rank (limit {GROWTH_LIMIT}x)\n")
     print(grid(["layout", "tensor", "rms W=1", f"rms W={cp_size}", "ratio", ""],
                [[r["layout"], r["tensor"], f"{r['rms_one_rank']:.3e}", f"{r['rms_ring']:.3e}", f"{r['ratio']:.3f}",
                  "-" if r["tensor"] == "lse" else "ok" if r["ok"] else "FAIL"] for r in records]), flush=True)
@@ -149,7 +149,24 @@ def memory(kernel: str, device: torch.device, *, seq_lens: Sequence[int], num_he
 
 def sampled_ratios(problem: Problem, result: Tensors, count: int = 64, last: int = 256) -> dict[str, float]:
     """Worst error over budget on sampled query rows, and for dk, dv on the last keys: under a causal mask only the last rows read
-    those, so that their gradient is exact without a pass over all rows."""
+    those, so that their gradient is exact without a pass over all rows. Head by head, as float64 copies of all would not fit."""
+    heads = [_head_ratios(*(_one_head(x, h) for x in (problem, result)), count, last) for h in range(problem.k.shape[2])]
+    return {name: max(ratios[name] for ratios in heads) for name in TENSORS}
+
+
+def _one_head(tensors, h: int):
+    """Key/value head h and the query heads that read it, of a Problem or of a result."""
+    if isinstance(tensors, Problem):
+        group = tensors.q.shape[2] // tensors.k.shape[2]
+        mine = slice(h * group, (h + 1) * group)
+        return Problem(tensors.q[:, :, mine], tensors.k[:, :, h:h + 1], tensors.v[:, :, h:h + 1], tensors.dout[:, :, mine])
+    group = tensors["dq"].shape[2] // tensors["dk"].shape[2]
+    mine = slice(h * group, (h + 1) * group)
+    return {name: x[:, :, h:h + 1] if name in ("dk", "dv") else x[:, mine] if name == "lse" else x[:, :, mine]
+            for name, x in tensors.items()}
+
+
+def _head_ratios(problem: Problem, result: Tensors, count: int, last: int) -> dict[str, float]:
     seq_len = problem.q.shape[1]
     rows = oracle.sample_rows(seq_len, count).to(problem.q.device)
     arguments = dict(dout=problem.dout, rows=rows)

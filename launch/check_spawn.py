@@ -31,7 +31,7 @@ class RingFailure(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Rank:
-    """What the work of a rank gets: itself, its device (current already; the default group exists), and a way to say where it is."""
+    """What the work of a rank gets: itself, its device (current already; the default group exists), a way to say where it is."""
     rank: int
     num_processes: int
     device: torch.device
@@ -57,11 +57,12 @@ class _Job:
 
 
 def run_ranks(work: Callable[..., Any], num_processes: int, *arguments: Any, device_type: str, timeout_s: float,
-              name_of: Callable[[int], str] = lambda index: f"item {index}", say: Callable[[str], None] = lambda text: None) -> list:
+              name_of: Callable[[int], str] = lambda index: f"item {index}",
+              say: Callable[[str], None] = lambda text: None) -> list:
     """work(Rank, *arguments) in every process; what each returned (saved by torch.save), by rank.
 
-    work: a function of a module, as it is found again by name. name_of: an item's name in messages. Raises RingFailure when a rank
-    fails or the ranks are not done within timeout_s; no process outlives the call.
+    work: a function of a module, as it is found again by name. name_of: an item's name in messages. Raises RingFailure when a
+    rank fails or the ranks are not done within timeout_s; no process outlives the call.
     """
     with tempfile.TemporaryDirectory(prefix="ringflash-check-") as folder:
         job = _Job(work, arguments, num_processes, device_type, timeout_s, folder)

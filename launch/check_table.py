@@ -69,7 +69,7 @@ def table(verdicts: Sequence[CellVerdict]) -> str:
 def report(title: str, verdicts: Sequence[CellVerdict], *, shown_failures: int = 10) -> bool:
     """Prints the table, then what failed. True when every cell is within budget (and there is one)."""
     bad = [v for v in verdicts if not v.ok]
-    print(f"\n{title}\nworst error / budget, per tensor (budget: 2 x error of eager torch in that dtype + 2 eps max|reference|)\n")
+    print(f"\n{title}\nworst error / budget per tensor (budget: 2 x error of eager torch in that dtype + 2 eps max|reference|)\n")
     print(table(verdicts))
     for verdict in bad[:shown_failures]:
         print(f"FAIL {verdict.cell}: {verdict.why()}")

@@ -40,7 +40,8 @@ def run_config(folder: str | Path) -> tuple[Config, Mapping[str, torch.Tensor] |
 def train_ranks(rank: Rank, cfg: Config, weights: Mapping[str, torch.Tensor] | None) -> dict:
     """The work of one rank; all return the same report, as plain values."""
     rank.at(0)
-    return equivalence.run(cfg, open_data(cfg), device=rank.device, group=torch.distributed.group.WORLD, weights=weights).as_json()
+    group = torch.distributed.group.WORLD
+    return equivalence.run(cfg, open_data(cfg), device=rank.device, group=group, weights=weights).as_json()
 
 
 def check_train(*, num_processes: int, device_type: str, run: str | None, timeout_s: float,
@@ -58,8 +59,8 @@ def check_train(*, num_processes: int, device_type: str, run: str | None, timeou
     say("")
     report = reports[0]
     model = f"the model of {run}" if run else "a small model on real text"
-    print(f"\nTraining equivalence: {model}, {cfg.data.seq_len} tokens, {cfg.attention.layout} layout, on {device_type}: one SGD step "
-          f"on a ring of {num_processes} ranks against one rank\n")
+    print(f"\nTraining equivalence: {model}, {cfg.data.seq_len} tokens, {cfg.attention.layout} layout, on {device_type}: "
+          f"one SGD step on a ring of {num_processes} ranks against one rank\n")
     print(summary(report["rows"]))
     wrong = [row for row in report["rows"] if not row["ok"]]
     for row in wrong[:10]:

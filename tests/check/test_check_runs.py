@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ringflash.launch import check, check_judge, check_planted, check_ring, check_spawn
+from ringflash.launch import check, check_judge, check_planted, check_ring, check_scale, check_spawn
 from ringflash.launch.check_cells import Cell
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,18 +83,30 @@ def test_errors_do_not_grow_and_bits_repeat_on_the_cpu_kernel():
 
 def test_two_processes_with_delays_give_the_loopback_ring_bit_for_bit(tmp_path):
     path = tmp_path / "ring.json"
-    arguments = [*SMALL, "--quick", "--processes", "2", "--delays", "3", "--kernels", "cpu", "--timeout", "100", "--json", str(path)]
-    assert check.main(arguments) == 0
+    assert check.main([*SMALL, "--quick", "--processes", "2", "--delays", "3", "--kernels", "cpu", "--timeout", "100",
+                       "--json", str(path)]) == 0
     found = json.loads(path.read_text())["matrix"]
     assert len(found) == 30 and all(cell["ok"] and cell["bitwise"]["out"] and cell["bitwise"]["lse"] for cell in found)
     assert any("dk" in cell["bitwise"] for cell in found)
 
 
-def test_a_rank_that_raises_ends_the_ring_with_one_message_that_names_rank_and_cell():
-    good = Cell("reference", "fp32", "causal", "zigzag", 2, 1, 8, 8)
-    bad = Cell("hopper", "fp32", "causal", "zigzag", 2, 1, 8, 8)
-    with pytest.raises(check_spawn.RingFailure, match=r"rank \d of 2, at cell 1 .*(hopper|not available)"):
-        check_ring.run_ring([good, bad], 2, device_type="cpu", timeout_s=100)
+def _ranks_of_which_one_raises(rank):
+    rank.at(1)
+    if rank.rank == 1:
+        raise ValueError("broken on purpose")
+    torch.distributed.barrier()
+
+
+def test_a_rank_that_raises_ends_the_ring_with_one_message_that_names_rank_and_place():
+    with pytest.raises(check_spawn.RingFailure, match="^rank 1 of 2, at the second: ValueError: broken on purpose"):
+        check_spawn.run_ranks(_ranks_of_which_one_raises, 2, device_type="cpu", timeout_s=100,
+                              name_of=["first", "the second"].__getitem__)
+
+
+def test_a_kernel_that_is_not_here_is_one_message_of_the_real_ring_too():
+    cell = Cell("hopper", "fp32", "causal", "zigzag", 2, 1, 8, 8)
+    with pytest.raises(check_spawn.RingFailure, match=r"rank \d of 2.*hopper"):
+        check_ring.run_ring([cell], 2, device_type="cpu", timeout_s=100)
 
 
 def test_a_ring_that_is_late_is_ended_and_costs_exit_code_1(capsys):
@@ -126,7 +138,19 @@ def test_the_file_runs_as_a_script_from_anywhere_without_hydra(tmp_path):
             f"try: runpy.run_path({str(ROOT / 'launch' / 'check.py')!r}, run_name='__main__')\n"
             "except SystemExit as left: assert left.code == 0, left.code\n"
             "assert 'hydra' not in sys.modules and 'omegaconf' not in sys.modules")
-    done = subprocess.run([sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT / 'launch')!r}); {code}"], cwd=tmp_path,
-                          capture_output=True, text=True, timeout=100)
+    # The folder of the script comes first on the path, as python puts it there.
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'launch')!r}); {code}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "cells within budget" in done.stdout
+
+
+@pytest.mark.parametrize("tensor", ["out", "lse", "dq", "dk", "dv"])
+def test_sampled_rows_of_a_long_sequence_are_within_budget_and_one_wrong_row_at_the_end_is_seen(tensor):
+    problem = check_scale.Problem.random(700, 4, 2, 16, torch.float32, torch.device("cpu"))
+    result = problem.run(2, "zigzag", "cpu")
+    ratios = check_scale.sampled_ratios(problem, result)
+    assert set(ratios) == {"out", "lse", "dq", "dk", "dv"} and all(0 < ratio <= 1 for ratio in ratios.values())
+    result[tensor].select(2 if tensor == "lse" else 1, 690).mul_(1.01)
+    wrong = check_scale.sampled_ratios(problem, result)
+    assert [name for name in wrong if wrong[name] > 1] == [tensor]

@@ -16,7 +16,8 @@ def verdict(worst: float = 0.5, **changes) -> CellVerdict:
 
 @pytest.mark.parametrize("bad, why", [
     (verdict(1.5), "dk 1.50x"), (verdict(float("inf")), "dk"), (verdict(float("nan")), "dk"),
-    (verdict(failure="RuntimeError: no"), "RuntimeError: no"), (verdict(bitwise={"out": True, "lse": False}), "lse is not the same bits"),
+    (verdict(failure="RuntimeError: no"), "RuntimeError: no"),
+    (verdict(bitwise={"out": True, "lse": False}), "lse is not the same bits"),
 ], ids=["over", "inf", "nan", "failed", "bits"])
 def test_a_cell_is_ok_only_when_all_ratios_are_at_most_one_and_all_bits_agree(bad, why):
     assert verdict(1.0, bitwise={"out": True}).ok
@@ -51,8 +52,9 @@ def test_json_holds_every_cell_and_no_bare_infinity(tmp_path):
 
 
 @pytest.mark.parametrize("argv, named", [
-    (["--masks", "diagonal"], "diagonal"), (["--kernels", "magic"], "magic"), (["--processes", "0"], "processes"), (["--dtypes", "int8"], "int8"),
-    (["--planted", "nothing"], "nothing"), (["--run", "x"], "--run"), (["--delays", "3"], "--delays"), (["--quick", "--full"], "--full"),
+    (["--masks", "diagonal"], "diagonal"), (["--kernels", "magic"], "magic"), (["--processes", "0"], "processes"),
+    (["--dtypes", "int8"], "int8"), (["--planted", "nothing"], "nothing"), (["--run", "x"], "--run"),
+    (["--delays", "3"], "--delays"), (["--quick", "--full"], "--full"),
     (["--train", "--run", "no/such/folder"], "no/such/folder"),
 ], ids=lambda value: " ".join(value) if isinstance(value, list) else "")
 def test_options_that_make_no_sense_exit_with_2_and_say_which(argv, named, capsys):
