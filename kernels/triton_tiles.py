@@ -34,17 +34,17 @@ KINDS = ("forward", "backward", "dkv", "dq")  # backward: dk, dv and dq in one; 
 TILES: dict[tuple[str, int, str, str], Tile] = {
     # Hopper: every dot of 16-bit inputs is a wgmma, so no side of a tile is below 64. Registers and spills per entry are
     # recorded in tests/kernels/test_triton_compile.py.
-    ("hopper", 64, "forward", "half"): Tile(128, 128, 8, 3, tma=True),
-    ("hopper", 128, "forward", "half"): Tile(128, 128, 8, 2, tma=True),
+    ("hopper", 64, "forward", "half"): Tile(64, 128, 4, 3, tma=True),
+    ("hopper", 128, "forward", "half"): Tile(128, 128, 8, 3, tma=True),
     ("hopper", 256, "forward", "half"): Tile(128, 64, 8, 2, tma=True),
-    ("hopper", 64, "backward", "half"): Tile(64, 128, 8, 2, tma=True, dq="tma"),
-    ("hopper", 128, "backward", "half"): Tile(64, 128, 8, 2, tma=True, dq="tma"),
+    ("hopper", 64, "backward", "half"): Tile(64, 128, 8, 3, tma=True, dq="tma"),
+    ("hopper", 128, "backward", "half"): Tile(64, 128, 8, 3, tma=True, dq="separate"),
     ("hopper", 256, "backward", "half"): Tile(64, 64, 8, 2, tma=True, dq="separate"),
-    ("hopper", 64, "dkv", "half"): Tile(64, 128, 8, 2, tma=True),
-    ("hopper", 128, "dkv", "half"): Tile(64, 128, 8, 2, tma=True),
+    ("hopper", 64, "dkv", "half"): Tile(64, 128, 8, 3, tma=True),
+    ("hopper", 128, "dkv", "half"): Tile(64, 128, 8, 3, tma=True),
     ("hopper", 256, "dkv", "half"): Tile(64, 64, 8, 2, tma=True),
-    ("hopper", 64, "dq", "half"): Tile(128, 128, 8, 2, tma=True),
-    ("hopper", 128, "dq", "half"): Tile(128, 128, 8, 2, tma=True),
+    ("hopper", 64, "dq", "half"): Tile(128, 64, 8, 4, tma=True),
+    ("hopper", 128, "dq", "half"): Tile(128, 64, 8, 4, tma=True),
     ("hopper", 256, "dq", "half"): Tile(128, 32, 8, 2, tma=True),
     # 160 KiB of shared memory and more (A100, data-center Blackwell).
     ("ampere", 64, "forward", "half"): Tile(128, 64, 4, 3),

@@ -57,9 +57,9 @@ else:
         Case(33, 18, batch=2, strided=True, dtype=FULL, deterministic=True),
         Case(24, 24, head_dim=40, strided=True, dtype=BF16, bounds="documents"),
     ], ids=["batch", "short_keys", "odd_head_dim"])
-    def test_strided_views_equal_contiguous_tensors(case):
-        strided = check(triton_backend, case, "cpu")
-        assert set(strided) == set(check(triton_backend, replace(case, strided=False), "cpu"))
+    def test_strided_views_keep_the_budget_of_contiguous_tensors(case):
+        check(triton_backend, case, "cpu")
+        check(triton_backend, replace(case, strided=False), "cpu")
 
     @pytest.mark.parametrize("num_q, num_k", [(1, 1), (1, 48), (48, 1), (16, 16), (17, 15), (32, 48), (5, 2), (2, 5)])
     def test_any_lengths_causal_bottom_right(num_q, num_k):
@@ -122,8 +122,7 @@ else:
         ours, inputs = run(triton_backend, case, torch.device("cpu"))
 
         def failing(**changed):
-            return {name for name, (worst, budget, rms, rms_budget) in errors({**ours, **changed}, inputs, case.dtype).items()
-                    if worst > budget or rms > rms_budget}
+            return {name for name, verdict in errors({**ours, **changed}, inputs).items() if not verdict.ok}
 
         assert failing() == set()
         assert failing(lse=ours["lse"] * 1.4426950408889634) == {"lse"}  # base 2 for natural
