@@ -14,7 +14,7 @@ import torch
 class Tile:
     """One kernel configuration. tma: load tiles through tensor descriptors where alignment allows (Hopper and later).
 
-    dq: how the key-stationary backward adds to dq: "tma" (bulk reduce from shared memory), "atomic" (from registers), or
+    dq (Note [Two backward kernels]): how the key-stationary backward adds to dq: "tma" (bulk reduce from shared memory), "atomic" (from registers), or
     "separate" (a second, query-stationary kernel: two dot products more, no atomics).
     """
 

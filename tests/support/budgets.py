@@ -10,7 +10,7 @@ that is larger: a score's rounding does not know that lse comes out near 0, and 
 difference of two rounded numbers. In 16 bits this changes nothing but such constructed cases; in float32 it is 5 to 20
 roundings instead of 2.
 
-What the mask leaves out must be exact: lse -inf at exactly the same places, out, dq, dk and dv exactly 0 there, all else finite.
+See Note [Budgets] in DESIGN.md. What the mask leaves out must be exact: lse -inf at exactly the same places, out, dq, dk and dv exactly 0 there, all else finite.
 """
 from __future__ import annotations
 
