@@ -20,7 +20,7 @@ from ringflash.train.world import single
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = [sys.executable, str(ROOT / "launch" / "train.py")]
 STEPS = 12
-MINI = ["experiment=quickstart", "debug=fast", "model=tiny", "data.seq_len=129", "data.max_bytes=60000", "optim.warmup_steps=4",
+MINI = ["experiment=quickstart", "debug=fast", "model=tiny", "data.seq_len=129", "data.max_bytes=60000", "optim.warmup_steps=4", "train.accumulation=2",
         f"train.steps={STEPS}", "run.name=mini", "run.progress=false"]
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -85,8 +85,8 @@ def test_metrics_hold_a_row_for_each_step_and_the_png_is_one(plain):
     train_rows = rows(folder, "train")
     assert [row["step"] for row in train_rows] == list(range(1, STEPS + 1))
     assert set(train_rows[0]) == {"kind", "step", "loss", "lr", "grad_norm", "tokens", "valid_tokens", "tokens_per_s", "time_s"}
-    assert [row["tokens"] for row in train_rows] == [129 * (i + 1) for i in range(STEPS)]
-    assert all(0 < row["valid_tokens"] < 129 and row["tokens_per_s"] > 0 for row in train_rows)
+    assert [row["tokens"] for row in train_rows] == [2 * 129 * (i + 1) for i in range(STEPS)]
+    assert all(0 < row["valid_tokens"] < 2 * 129 and row["tokens_per_s"] > 0 for row in train_rows)
     (evaluated,) = rows(folder, "eval")
     assert evaluated["step"] == STEPS and evaluated["heldout_loss"] > 0
     assert json.loads((folder / "summary.json").read_text())["heldout_loss"] == evaluated["heldout_loss"]
