@@ -20,8 +20,8 @@ from ringflash.train.world import single
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = [sys.executable, str(ROOT / "launch" / "train.py")]
 STEPS = 12
-MINI = ["experiment=quickstart", "debug=fast", "model=tiny", "data.seq_len=129", "data.max_bytes=60000", "optim.warmup_steps=4", "train.accumulation=2",
-        f"train.steps={STEPS}", "run.name=mini", "run.progress=false"]
+MINI = ["experiment=quickstart", "debug=fast", "model=tiny", "data.seq_len=129", "data.max_bytes=60000", "optim.warmup_steps=4",
+        "train.accumulation=2", f"train.steps={STEPS}", "run.name=mini", "run.progress=false"]
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
