@@ -85,8 +85,7 @@ class Candidate:
 
 
 def ours(name: str, kernel: str, shape: Shape, inputs: Sequence[torch.Tensor], *, deterministic: bool = False) -> Candidate:
-    """One visit, first and last: what a rank without a ring runs. The backward is delta and dq, dk, dv in fp32, as a step of the
-    ring needs them (the one downcast at home is not in it)."""
+    """One visit, first and last: what a rank without a ring runs. The backward is delta, dq, dk, dv in fp32, and their downcast."""
     q, k, v, dout = inputs
     backend = dispatch.select(kernel, device=q.device, dtype=q.dtype, head_dim=shape.head_dim, deterministic=deterministic)
     intervals = dispatch.Intervals.from_rows(*shape.rows(), shape.seq_len, q.device)
@@ -95,6 +94,7 @@ def ours(name: str, kernel: str, shape: Shape, inputs: Sequence[torch.Tensor], *
     lse = torch.empty(shape.batch, shape.num_heads, shape.seq_len, dtype=acc, device=q.device)
     dq, dk, dv = (torch.empty(x.shape, dtype=acc, device=q.device) for x in (q, k, v))
     scale = shape.head_dim ** -0.5
+    kept = {"out": out}
 
     def forward() -> None:
         backend.forward(q, k, v, intervals, softmax_scale=scale, state=None, lse=lse, out=out, first=True)
@@ -103,8 +103,9 @@ def ours(name: str, kernel: str, shape: Shape, inputs: Sequence[torch.Tensor], *
         delta = backend.delta(dout, out)
         backend.backward(dout, q, k, v, lse, delta, intervals, softmax_scale=scale, dq=dq, dk=dk, dv=dv,
                          accumulate_dq=False, accumulate_dkv=False, deterministic=deterministic)
+        kept.update(dq=dq.to(q.dtype), dk=dk.to(k.dtype), dv=dv.to(v.dtype))
 
-    return Candidate(name, forward, backward, lambda: {"out": out, "dq": dq, "dk": dk, "dv": dv})
+    return Candidate(name, forward, backward, lambda: kept)
 
 
 def sdpa(name: str, shape: Shape, inputs: Sequence[torch.Tensor]) -> Candidate:
