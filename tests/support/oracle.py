@@ -27,6 +27,7 @@ class Result:
 
     A row without keys has out 0, lse -inf and dq 0. dtype: of the inputs. key_is_read: bool [key_rows], by any query at all
     (None without gradients). magnitude: name -> the size of the terms whose sum the tensor is, where they may cancel.
+    through_out: name -> (largest, RMS) of what a relative error of 1 in each element of out, at random, does to it through delta.
     """
 
     dtype: torch.dtype
@@ -37,6 +38,7 @@ class Result:
     dv: Tensor | None
     key_is_read: Tensor | None
     magnitude: dict[str, float]
+    through_out: dict[str, tuple[float, float]]
 
 
 def attention_oracle(
@@ -100,8 +102,8 @@ def _run(q, k, v, mask, softmax_scale, dout, dlse, rows, key_rows, *, compute, r
         dk, dv, is_read = dk[:, key_rows], dv[:, key_rows], is_read[key_rows]
     if rounded is not None:
         out, dq, dk, dv = (x if x is None else x.to(rounded) for x in (out, dq, dk, dv))
-    magnitudes = _magnitudes(q, k, out, lse, dout, dv, scale, wanted)
-    return Result(q.dtype, out, lse, dq, dk, dv, is_read if dout is not None else None, magnitudes)
+    magnitude, through_out = _magnitudes(q, k, out, lse, dout, dv, scale, wanted)
+    return Result(q.dtype, out, lse, dq, dk, dv, is_read if dout is not None else None, magnitude, through_out)
 
 
 @dataclass(frozen=True)
@@ -167,19 +169,24 @@ class _Pass:
         return out.flatten(2, 3), torch.logsumexp(scores, dim=-1).flatten(1, 2)
 
 
-def _magnitudes(q, k, out, lse, dout, dv, scale: float, rows: Tensor) -> dict[str, float]:
+def _magnitudes(q, k, out, lse, dout, dv, scale: float, rows: Tensor) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
     """Sizes of summands, from above. lse: a score by Cauchy and Schwarz. dq, dk: score gradients p * (dp - delta) times k, q:
     with one key in a row dp = delta and the exact value is 0, but each of the two is rounded. dv: a flash backward has p as
-    exp(score - lse), where the rounding of lse, eps * |lse|, is a relative error of p."""
+    exp(score - lse), where the rounding of lse, eps * |lse|, is a relative error of p. Through out: delta = rowsum(dout * out) is
+    taken from the out that was stored, whose roundings add up as the root of a sum of squares."""
     q_rows = q.detach()[:, rows].double()
     k_all = k.detach().double()
     sizes = {"lse": scale * _largest(q_rows.norm(dim=-1)) * _largest(k_all.norm(dim=-1))}
+    through_out = {}
     if dout is not None:
-        terms = scale * _largest((dout.detach()[:, rows].double() * out.double()).abs().sum(-1))
+        products = dout.detach()[:, rows].double() * out.double()
+        terms, deviation = scale * _largest(products.abs().sum(-1)), scale * products.norm(dim=-1)
         sizes["dq"], sizes["dk"] = terms * _largest(k_all), terms * _largest(q_rows)
+        through_out = {name: (_largest(deviation) * _largest(x), _rms(deviation) * _rms(x))
+                       for name, x in (("dq", k_all), ("dk", q_rows))}
     if dv is not None:
         sizes["dv"] = _largest(lse) * _largest(dv)
-    return sizes
+    return sizes, through_out
 
 
 def _largest(x: Tensor) -> float:
@@ -187,6 +194,12 @@ def _largest(x: Tensor) -> float:
     x = x.abs()
     x = x[x.isfinite()]
     return float(x.max()) if x.numel() else 0.0
+
+
+def _rms(x: Tensor) -> float:
+    """Root mean square of the finite entries, 0 for none."""
+    x = x[x.isfinite()]
+    return float(x.square().mean().sqrt()) if x.numel() else 0.0
 
 
 @contextmanager
