@@ -138,25 +138,35 @@ def warmup(
     """Compile every variant of a run by launching it on a few rows: first / fold / last visits, and the backward with and without
     accumulating. Before the first collective, on every rank: a compile in mid-run looks like a hang to the peers.
 
-    The heads and batch are the run's own: what a kernel is specialised on is whether strides are multiples of 16.
+    The heads and batch are the run's own: what a kernel is specialised on is whether strides are multiples of 16, which may
+    differ between a rank's own keys and those that arrive packed. (With batch > 1 and heads * head_dim no multiple of 16
+    the batch stride depends on the number of rows too, and a variant may be left for later.)
     """
     device = torch.device(device)
     rows = 16
     q = torch.zeros((batch, rows, num_heads, head_dim), dtype=dtype, device=device)
-    kv = torch.zeros((rows, batch, num_kv_heads, 2 * head_dim), dtype=dtype, device=device)
-    k, v = (x.transpose(0, 1) for x in kv.split(head_dim, -1))
     bounds = torch.zeros(rows, dtype=torch.int32), torch.full((rows,), rows, dtype=torch.int32)
     intervals = Intervals.from_host(*bounds, *bounds, device)
     state = torch.zeros((batch, rows, num_heads, head_dim), dtype=torch.float32, device=device)
     lse = torch.zeros((batch, num_heads, rows), dtype=torch.float32, device=device)
     out = torch.zeros_like(q)
-    for first in (True, False):
-        for result in (None, out):
-            forward(q, k, v, intervals, softmax_scale=1.0, state=state, lse=lse, out=result, first=first)
-    dkv = torch.zeros((rows, batch, num_kv_heads, 2 * head_dim), dtype=torch.float32, device=device)
-    dk, dv = (x.transpose(0, 1) for x in dkv.split(head_dim, -1))
     for dlse in (None, lse):
         row_sums = delta(out, out, dlse)
-    for accumulate in (False, True):
-        backward(out, q, k, v, lse, row_sums, intervals, softmax_scale=1.0, dq=state, dk=dk, dv=dv,
-                 accumulate_dq=accumulate, accumulate_dkv=accumulate, deterministic=deterministic)
+
+    def keys(dtype: torch.dtype, packed: bool) -> tuple[Tensor, Tensor]:
+        """A rank's own k, v (or dk, dv), or views of one buffer as they arrive from another."""
+        shape = (rows, batch, num_kv_heads, head_dim) if packed else (batch, rows, num_kv_heads, head_dim)
+        if not packed:
+            return torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
+        both = torch.zeros((*shape[:-1], 2 * head_dim), dtype=dtype, device=device)
+        return tuple(x.transpose(0, 1) for x in both.split(head_dim, -1))
+
+    for packed in (False, True):
+        k, v = keys(dtype, packed)
+        for first in (True, False):
+            for result in (None, out):
+                forward(q, k, v, intervals, softmax_scale=1.0, state=state, lse=lse, out=result, first=first)
+        dk, dv = keys(torch.float32, packed)
+        for accumulate in (False, True):
+            backward(out, q, k, v, lse, row_sums, intervals, softmax_scale=1.0, dq=state, dk=dk, dv=dv,
+                     accumulate_dq=accumulate, accumulate_dkv=accumulate, deterministic=deterministic)

@@ -14,8 +14,8 @@ import torch
 class Tile:
     """One kernel configuration. tma: load tiles through tensor descriptors where alignment allows (Hopper and later).
 
-    dq (Note [Two backward kernels]): how the key-stationary backward adds to dq: "tma" (bulk reduce from shared memory), "atomic" (from registers), or
-    "separate" (a second, query-stationary kernel: two dot products more, no atomics).
+    dq (Note [Two backward kernels]): how the key-stationary backward adds to dq: "tma" (bulk reduce from shared memory),
+    "atomic" (from registers), or "separate" (a second, query-stationary kernel: two dot products more, no atomics).
     """
 
     block_m: int  # query rows

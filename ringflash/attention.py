@@ -69,7 +69,9 @@ def ring_attention(
         layout_k=layout_k.spec if isinstance(layout_k, Layout) else None,
         layout_k_kind=layout_k if isinstance(layout_k, str) else "",
         softmax_scale=scale, group_name="" if ring is None else ring.group_name, kernel=kernel, exchange=exchange,
-        deterministic=deterministic, is_agreed=is_agreed)
+        deterministic=deterministic, is_agreed=is_agreed,
+        # A rank that runs no backward leaves the others waiting in theirs. Asked here: inside an op there is no grad mode.
+        needs_gradients=torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)))
     out, lse = attention_forward(q, k, v, *arguments.flatten())
     return (out, lse) if return_lse else out
 

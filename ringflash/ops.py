@@ -29,7 +29,7 @@ from ringflash.ring.plan import Plan, build_plan
 _RING_ARGUMENTS = (
     "Tensor? mask, int causal, int left, int right, Tensor? layout, str layout_kind, Tensor[] masks, Tensor? layout_k, "
     "str layout_k_kind, "
-    "float softmax_scale, str group_name, str kernel, str exchange, bool deterministic, bool is_agreed")
+    "float softmax_scale, str group_name, str kernel, str exchange, bool deterministic, bool is_agreed, bool needs_gradients")
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class RingArguments:
     exchange: str
     deterministic: bool
     is_agreed: bool
+    needs_gradients: bool
 
     def flatten(self) -> tuple:
         return tuple(getattr(self, name) for name in self.__dataclass_fields__)
@@ -118,13 +119,8 @@ def _fields(q: Tensor, k: Tensor, v: Tensor, a: RingArguments, ring: _Ring) -> d
         "q.dtype": q.dtype, "q.device": q.device.type, "q [B, Hq, D]": (q.shape[0], q.shape[2], q.shape[3]),
         "k [B, Hkv, D]": (k.shape[0], k.shape[2], k.shape[3]), "mask": mask_field(ring.mask), **layout_fields(ring.layout),
         "layout_k": (ring.layout_k.kind, ring.layout_k.seq_len), "softmax_scale": a.softmax_scale, "kernel": ring.backend.name,
-        "exchange": a.exchange, "deterministic": a.deterministic, "needs gradients": _needs_gradients(q, k, v),
+        "exchange": a.exchange, "deterministic": a.deterministic, "needs gradients": a.needs_gradients,
     }
-
-
-def _needs_gradients(*tensors: Tensor) -> bool:
-    # A rank that runs no backward leaves the others waiting in theirs.
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 @torch.library.custom_op(

@@ -202,6 +202,7 @@ def _disagreements_raise_the_same_error_everywhere(rank, world_size):
         "scale": lambda: attend(softmax_scale=0.5 if odd else None),
         "head_dim of v": lambda: attend(v=base.v[..., :4] if odd else base.v),
         "not a tensor": lambda: attend(q=None if odd else base.q),
+        "gradients": lambda: attend(*(x.detach().requires_grad_(not odd) for x in (base.q, base.k, base.v))),
         "softcap": lambda: attend(softcap=1.0 if odd else 0.0),
         "exchange": lambda: attend(exchange="nccl"),
         "rows": lambda: attend(*(x[:, :3] if odd else x for x in (base.q, base.k, base.v)), layout=layout),
@@ -232,6 +233,7 @@ def _disagreements_raise_the_same_error_everywhere(rank, world_size):
     assert "q.dtype differs: torch.float32 on cp rank" in texts["dtype"] and f"torch.bfloat16 on {last}" in texts["dtype"]
     assert texts["softcap"].startswith("NotImplementedError") and texts["kernel absent"].startswith("RuntimeError")
     assert "valid: auto" in texts["kernel unknown"] and last in texts["kernel unknown"]
+    assert "needs gradients differs: True on cp rank" in texts["gradients"]
     assert "hash of tokens differs" in texts["batch"]
     assert "must start at 0" in texts["batch refused"]
 
