@@ -11,6 +11,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
+import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from ringflash.kernels import triton_backward, triton_dq, triton_forward, triton_tiles  # noqa: E402
@@ -19,16 +20,15 @@ from ringflash.tests.support.triton_compile import HOPPER, Build, build  # noqa:
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="under TRITON_INTERPRET=1 nothing is compiled")
 
+TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 SHARED_LIMIT = {90: 227 << 10, 80: 163 << 10, 86: 99 << 10}
 
-# Bytes of spill stores + loads per thread, the larger of triton 3.6.0 and 3.7.1; absent: none. (kind, head_dim, descriptors),
-# "+" for the variant that adds to its output. In the loop over unmasked tiles none is stored and only backward 128 reloads
-# (6 to 8 registers of 501 to 537 instructions a step); the rest lies in the masked loop and the epilogue.
+# Bytes of spill stores + loads per thread, by triton 3.6 and by 3.7 and later; absent: none. (kind, head_dim, descriptors), "+" for
+# the variant that adds to its output. At D = 128 they lie in the masked loop and the epilogue.
 SPILLS = {
-    ("backward", 128, True): 532, ("backward", 128, False): 60,
-    ("dkv", 128, True): 96, ("dkv", 128, False): 56, ("dkv", 256, True): 608, ("dkv", 256, False): 692,
-    ("backward+", 128, True): 684, ("dkv+", 128, True): 264,
-    ("forward", 256, True): 592, ("forward", 256, False): 984,
+    ("dkv", 128, True): (248, 24), ("dkv", 128, False): (180, 48), ("dkv+", 128, True): (396, 296),
+    ("dkv", 256, True): (608, 584), ("dkv", 256, False): (692, 556), ("dkv+", 256, True): (784, 792), ("dq+", 256, True): (604, 600),
+    ("forward", 256, True): (592, 560), ("forward", 256, False): (600, 984),
 }
 SLACK = 32  # ptxas versions differ by a few bytes
 
@@ -58,7 +58,7 @@ def compile_kind(
 
 
 def assert_sound(label: str, head_dim: int, tile: triton_tiles.Tile, made: Build) -> None:
-    allowed = SPILLS.get((label, head_dim, tile.tma), 0)
+    allowed = SPILLS.get((label, head_dim, tile.tma), (0, 0))[TRITON >= (3, 7)]
     assert made.wgmma > 0, "no dot became a wgmma"
     assert made.spill_bytes <= (allowed + SLACK if allowed else 0), f"{made.spill_bytes} bytes of spills, recorded {allowed}"
     assert made.shared <= SHARED_LIMIT[90]
@@ -81,14 +81,15 @@ def test_hopper_kernels_use_wgmma_and_spill_no_more_than_recorded(kind, head_dim
         assert bool(re.search(r"\b(red|atom)\.[\w.]*global[\w.]*add", made.ptx)) == (not tma)
 
 
-@pytest.mark.parametrize("kind, changes", [
-    ("forward", dict(first=True)), ("forward", dict(first=True, last=True)), ("forward", dict(last=True)),
-    ("backward", dict(accumulate=True)), ("dkv", dict(accumulate=True)), ("dq", dict(accumulate=True)),
+@pytest.mark.parametrize("kind, head_dim, changes", [
+    ("forward", 128, dict(first=True)), ("forward", 128, dict(first=True, last=True)), ("forward", 128, dict(last=True)),
+    ("backward", 64, dict(accumulate=True)), ("dkv", 128, dict(accumulate=True)), ("dq", 128, dict(accumulate=True)),
+    ("dkv", 256, dict(accumulate=True)), ("dq", 256, dict(accumulate=True)),
 ], ids=str)
-def test_every_way_to_start_and_finish_compiles_as_well_in_fp16(kind, changes):
-    tile = triton_tiles.tile_for("hopper", 128, kind, torch.float16)
+def test_every_way_to_start_and_finish_compiles_as_well_in_fp16(kind, head_dim, changes):
+    tile = triton_tiles.tile_for("hopper", head_dim, kind, torch.float16)
     label = kind + "+" if changes.get("accumulate") else kind
-    assert_sound(label, 128, tile, compile_kind(kind, 128, torch.float16, tile, **changes))
+    assert_sound(label, head_dim, tile, compile_kind(kind, head_dim, torch.float16, tile, **changes))
 
 
 def test_fp32_products_are_never_rounded_to_tf32():

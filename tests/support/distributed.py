@@ -6,6 +6,7 @@ take about four seconds to start, so give one spawn many cases.
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import multiprocessing
 import os
 import sys
@@ -91,6 +92,7 @@ def _main(body: Callable[..., Any], rank: int, world_size: int, backend: str, gr
     descriptor = os.open(f"{folder}/{rank}.stderr", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
     os.dup2(descriptor, 2)
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+    faulthandler.enable()                                   # a rank that dies of a signal shows where
     try:
         _join_group(rank, world_size, backend, group_timeout_s, folder)
         result = body(rank, world_size, *arguments)
