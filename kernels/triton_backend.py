@@ -15,7 +15,7 @@ from . import triton_dq
 from .intervals import Intervals
 from .triton_backward import backward_kernel, backward_launch, exponent
 from .triton_forward import forward as _forward
-from .triton_support import INTERPRETED, require_rows_last, rows_last
+from .triton_support import INTERPRETED, interpreter_problem, require_rows_last, rows_last
 from .triton_tiles import Tile, arch_of, tile_for
 
 name = "triton"
@@ -31,7 +31,7 @@ def unavailable(device: torch.device, dtype: torch.dtype, head_dim: int, determi
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         return f"head_dim {head_dim}: supported are 1 to {MAX_HEAD_DIM}"
     if device.type == "cpu":
-        return None if INTERPRETED else "needs a GPU (on CPU only its interpreter: TRITON_INTERPRET=1)"
+        return interpreter_problem() if INTERPRETED else "needs a GPU (on CPU only its interpreter: TRITON_INTERPRET=1)"
     if device.type != "cuda":
         return f"device {device.type}: needs a CUDA or ROCm GPU"
     if not torch.cuda.is_available():

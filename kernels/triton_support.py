@@ -1,6 +1,8 @@
 """Shared by the triton kernels: loading and storing tiles, dots, and what the host prepares for a launch."""
 from __future__ import annotations
 
+from importlib.metadata import version
+
 import torch
 import triton
 import triton.language as tl
@@ -10,6 +12,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 INTERPRETED: bool = triton.knobs.runtime.interpret  # read here, when the kernels are decorated, and never again
 LOG2_E = tl.constexpr(1.4426950408889634)
 ALIGNMENT_BYTES = 16  # of a tensor descriptor's base and strides
+
+
+def interpreter_problem() -> str | None:
+    """Why Triton's interpreter cannot run these kernels here, or None: that of 3.6 fails on loop bounds with numpy 2.4 and later."""
+    triton_version, numpy_version = (tuple(int(part) for part in text.split(".")[:2]) for text in (triton.__version__, version("numpy")))
+    if triton_version < (3, 7) and numpy_version >= (2, 4):
+        return f"the interpreter of triton {triton.__version__} needs numpy < 2.4, this is {version('numpy')}"
+    return None
 
 
 @triton.jit
