@@ -14,7 +14,9 @@ pytest.importorskip("triton", reason="needs the triton package")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 if not INTERPRETED:
+    from ringflash.kernels.triton_support import interpreter_problem
 
+    @pytest.mark.skipif(interpreter_problem() is not None, reason=str(interpreter_problem()))
     @pytest.mark.timeout(300)
     def test_the_ring_with_triton_kernels_keeps_its_promises_on_the_interpreter():
         done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
@@ -72,7 +74,7 @@ else:
         assert not differing(ours, expected)
         assert not any(ours[name][:, 11:].any() for name in ("out", "dq", "dk", "dv"))
 
-    @pytest.mark.parametrize("head_dim", [80, 96, 128, 256])
+    @pytest.mark.parametrize("head_dim", [80, 96, 256])
     def test_large_and_odd_head_dims_are_within_budget(head_dim):
         inputs = make_inputs(17, head_dim=head_dim, heads=2, kv_heads=1, dtype=torch.float16)
         assert not judge(run(simulate, inputs, cp_size=2, kernel="triton"), inputs)
@@ -86,8 +88,8 @@ else:
         size = math.prod(rest)
         return [buffer[:, FAR - (i + 1) * size: FAR - i * size].unflatten(1, rest).movedim(0, dim) for i in range(count)]
 
-    @pytest.mark.parametrize("deterministic", [False, True])
-    @pytest.mark.parametrize("dim", [1, 2, 0], ids=["rows", "heads", "batch"])
+    @pytest.mark.parametrize("dim, deterministic", [(1, False), (1, True), (2, True), (0, True)],
+                             ids=["rows-atomic", "rows", "heads", "batch"])
     def test_offsets_past_2_31_elements_reach_the_same_numbers(dim, deterministic, tmp_path):
         """The row (head, batch) before, on and after the edge in q, k, v, dout, the running result, out, lse, dq, dk, dv."""
         shape = tuple(10 if i == dim else n for i, n in enumerate((1, 3, 1, 16)))
@@ -110,7 +112,8 @@ else:
 
         fresh = [torch.empty(shape) for _ in range(4)]
         near = visit(*given, torch.empty(shape).half(), *fresh, torch.empty(batch, heads, rows), dlse)
-        half, single = wide(tmp_path / "16", 5, shape, dim, torch.half), wide(tmp_path / "32", 4, shape, dim, torch.float32)
+        half = wide(tmp_path / "16", 5, shape, dim, torch.half)
+        single = wide(tmp_path / "32", 4, shape, dim, torch.float32)
         for target, source in zip(half, given):
             target.copy_(source)
         lse, far_dlse = torch.empty(batch, heads, rows), dlse
@@ -121,6 +124,18 @@ else:
         far = visit(*half, *single, lse, far_dlse)
         for name, want in near.items():
             assert torch.equal(far[name], want), name
+
+    @pytest.mark.parametrize("deterministic", [False, True])
+    def test_a_row_whose_merged_lse_is_minus_infinity_gives_nothing_though_the_visit_shows_it_keys(deterministic):
+        q, k, v, dout = (torch.randn(1, 32, 1, 16, generator=torch.Generator().manual_seed(i)) for i in range(4))
+        ends = torch.zeros(32, dtype=torch.int32), torch.full((32,), 32, dtype=torch.int32)
+        lse, delta = torch.full((1, 1, 32), 4.0), torch.ones(1, 1, 32)
+        lse[..., 5] = -math.inf
+        dq, dk, dv = (torch.full((1, 32, 1, 16), math.nan) for _ in range(3))
+        triton_backend.backward(dout, q, k, v, lse, delta, Intervals.from_rows(*ends, 32, "cpu"), softmax_scale=0.25,
+                                dq=dq, dk=dk, dv=dv, accumulate_dq=False, accumulate_dkv=False, deterministic=deterministic)
+        assert all(x.isfinite().all() for x in (dq, dk, dv))
+        assert not dq[:, 5].any() and dq[:, 4].any()
 
     def _variants(monkeypatch) -> set:
         """Collects what triton would compile apart: constants, which arguments are None, strides that are multiples of 16."""
@@ -146,8 +161,7 @@ else:
             watch(module, name)
         return seen
 
-    @pytest.mark.parametrize("batch, heads, kv_heads, head_dim", [(2, 2, 1, 16), (1, 1, 1, 24)])
-    @pytest.mark.parametrize("deterministic", [False, True])
+    @pytest.mark.parametrize("batch, heads, kv_heads, head_dim, deterministic", [(2, 2, 1, 16, False), (1, 1, 1, 24, True)])
     def test_a_warm_up_compiles_every_variant_that_a_run_launches(monkeypatch, batch, heads, kv_heads, head_dim, deterministic):
         seen = _variants(monkeypatch)
         triton_backend.warmup(torch.bfloat16, head_dim, "cpu", batch=batch, num_heads=heads, num_kv_heads=kv_heads,

@@ -73,6 +73,23 @@ def test_only_launch_knows_hydra():
             assert not any(name.split(".")[0] == "hydra" for name in imports(path)), path
 
 
+def test_the_library_imports_neither_what_starts_it_nor_its_tests_and_training_is_imported_from_launch_only():
+    for path in CODE:
+        parts = path.relative_to(ROOT).parts
+        if parts[0] not in ("ringflash", "kernels"):
+            continue
+        above = {"configs", "tests"} | ({"launch"} if path.name != "cli.py" else set())
+        if parts[:2] != ("ringflash", "train"):
+            above |= {"train"}
+        found = {name.split(".")[1] for name in imports(path) if name.startswith("ringflash.")}
+        assert not found & above, f"{path.relative_to(ROOT)} imports {sorted(found & above)}"
+
+
+def test_no_kernel_is_chosen_by_timing():
+    for path in layer_files("kernels"):
+        assert not re.search(r"autotune|do_bench|heuristics", path.read_text()), path
+
+
 def test_kernels_folder_is_no_package_that_could_shadow_another_distribution():
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
