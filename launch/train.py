@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         hydra.main(version_base="1.3", config_path=f"pkg://{CONFIGS}", config_name="train")(launch)()
     except SystemExit as leaving:
-        for hint in misspelt(argv) if leaving.code == 1 else ():
+        for hint in misspelt(argv) if leaving.code in (1, _USER_ERROR) else ():
             print(f"ringflash train: {hint}", file=sys.stderr)
         raise
 
@@ -87,14 +87,14 @@ def _dotted(values: dict, prefix: str = "") -> list[str]:
 def launch(composed: DictConfig) -> float | None:
     """One job in the parent: checks, makes the folder, runs the ranks. Returns the held-out loss (what a sweeper minimises)."""
     try:
-        cfg = OmegaConf.to_object(composed)
+        cfg = to_config(composed)
         nproc = num_workers(cfg)
         validate(cfg, nproc)
         check_world(cfg, nproc)
         folder = parent_folder(cfg)
+        write_hydra_folder(folder, composed, OmegaConf.to_container(HydraConfig.get().overrides.task), HydraConfig.instance().cfg)
     except (ValueError, OSError, OmegaConfBaseException) as error:
         _refuse(str(error))
-    write_hydra_folder(folder, composed, OmegaConf.to_container(HydraConfig.get().overrides.task), HydraConfig.instance().cfg)
     print(f"{nproc} rank{'s' if nproc > 1 else ''}, run folder {folder}", file=sys.stderr, flush=True)
     code = run_torchrun(nproc, folder, cpu=_on_cpu(cfg))
     if code:
@@ -102,6 +102,12 @@ def launch(composed: DictConfig) -> float | None:
         sys.exit(code if code > 0 else 128 - code)
     summary = json.loads((folder / "summary.json").read_text())
     return summary["heldout_loss"]
+
+
+def to_config(composed: DictConfig) -> Config:
+    """The dataclasses. OmegaConfBaseException for a key that they lack: Hydra lets `+train.typo=1` through."""
+    # By way of plain values, since the node that `+` opened would stay open.
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.to_container(composed)))
 
 
 def num_workers(cfg: Config) -> int:
@@ -174,15 +180,20 @@ def run_torchrun(nproc: int, folder: Path, *, cpu: bool) -> int:
 def worker(argv: list[str]) -> int:
     """One rank: agrees with the others on configuration and folder, then trains. Returns the exit code."""
     from ringflash.train.loop import run
-    from ringflash.train.startup import StartError, agree, rendezvous
+    from ringflash.train.startup import StartError, agree, check_launcher, rendezvous
     from ringflash.train.world import leave_on_signals
 
+    try:
+        check_launcher(os.environ)
+    except ValueError as problem:
+        _complain(str(problem))
+        return _USER_ERROR
     leave_on_signals()
     composed = cfg = error = None
     given = Path(argv[1]) if argv[:1] == [_RUN_FOLDER] else None
     try:
         composed = OmegaConf.load(given / ".hydra" / "config.yaml") if given else compose(argv)
-        cfg = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), composed))
+        cfg = to_config(composed)
         validate(cfg, int(os.environ["WORLD_SIZE"]))
         check_world(cfg, int(os.environ.get("LOCAL_RANK", "0")) + 1)
     except (ValueError, OSError, HydraException, OmegaConfBaseException) as problem:

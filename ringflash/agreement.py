@@ -25,8 +25,8 @@ _PAYLOAD_BYTES = 8192
 _VALUE_CHARS = 160
 _PROBLEM_CHARS = 1500
 _ERRORS = {error.__name__: error for error in (ValueError, NotImplementedError, RuntimeError)}
-# What a rank's own validation may raise; anything else is a bug and travels up as it is.
-REFUSALS = tuple(_ERRORS.values())
+# Whatever validation raises is told: the others are on their way to compare arguments, also when it is a bug or a broken disk.
+REFUSALS = (Exception,)
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,11 @@ def agree(
     """Compare `fields` over all ranks of the group; returns each rank's `count`, which may differ.
 
     problem: why this rank refuses its own arguments. If any rank has one, or a field differs, every rank raises the same error,
-    which names who said or has what: of the class that the problems share, else ValueError. `what` begins its text.
+    which names who said or has what: of the class that the problems share (RuntimeError for one that is none of ValueError,
+    NotImplementedError and RuntimeError), else ValueError. `what` begins its text.
     """
-    name = None if problem is None else next(n for n, error in _ERRORS.items() if isinstance(problem, error))
-    if isinstance(problem, NotImplementedError):            # a RuntimeError too, by inheritance
-        name = "NotImplementedError"
     stated = {key: _shorten(str(value)) for key, value in fields.items()}
-    own = _Statement(stated, None if problem is None else (name, str(problem)[:_PROBLEM_CHARS]), count)
+    own = _Statement(stated, None if problem is None else _state_problem(problem), count)
     statements = _gather(group, what, own)
     text, error = _compare(what, statements)
     if error is not None:
@@ -69,7 +67,7 @@ def agree_layout(layout: Layout, group: Any, agreed: Mapping[str, object] | obje
         size = rank_and_size(group)[1]
         if size != layout.cp_size:
             raise ValueError(f"layout.cp_size={layout.cp_size}: the group has {size} ranks")
-    except ValueError as error:
+    except REFUSALS as error:
         if size == 1:
             raise
         problem = error
@@ -101,6 +99,15 @@ def token_of(fields: Mapping[str, object]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def _state_problem(problem: Exception) -> tuple[str, str]:
+    """(name of the class to raise, text that fits the payload whatever its characters)."""
+    # The first that fits, in this order: a NotImplementedError is a RuntimeError too, by inheritance.
+    name = next((n for n, error in _ERRORS.items() if isinstance(problem, error)), None)
+    text = str(problem) if name is not None else f"{type(problem).__name__}: {problem}"
+    plain = (c if " " <= c <= "~" or c == "\n" else ascii(c)[1:-1] for c in text[:_PROBLEM_CHARS])
+    return name or "RuntimeError", "".join(plain)[:_PROBLEM_CHARS]
+
+
 def _shorten(value: str) -> str:
     if len(value) <= _VALUE_CHARS:
         return value
@@ -110,7 +117,9 @@ def _shorten(value: str) -> str:
 def _gather(group: dist.ProcessGroup, what: str, own: _Statement) -> list[_Statement]:
     text = json.dumps([own.fields, own.problem, own.count]).encode()
     if len(text) > _PAYLOAD_BYTES:
-        raise RuntimeError(f"{what}: the arguments to agree on take {len(text)} bytes, more than {_PAYLOAD_BYTES}")
+        # Stated, not raised: the others, who may have less to say, wait for this rank.
+        problem = ValueError(f"the arguments to agree on take {len(text)} bytes, more than {_PAYLOAD_BYTES}")
+        text = json.dumps([{}, own.problem or _state_problem(problem), own.count]).encode()
     # The host's own network where there is one: then no GPU needs to be waited for.
     device = torch.device("cpu") if "cpu" in group_backends(group) else torch.device("cuda", torch.cuda.current_device())
     rank, size = rank_and_size(group)

@@ -1,6 +1,7 @@
 """What a user may write in a call of ring_attention or simulate, and what each mistake is told."""
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,25 @@ def refuse_later_options(softcap: float, sinks: Any, rotate: str) -> None:
         if rotate in ("kv", "q"):
             raise NotImplementedError(f"rotate={rotate!r}: the plan chooses what travels; only 'auto' is built yet")
         raise ValueError(f"rotate={rotate!r}: unknown; valid: auto")
+
+
+def read_options(softmax_scale: Any, head_dim: int, kernel: Any, exchange: Any, deterministic: Any) -> float:
+    """The scale of the scores. ValueError for options of a wrong type, which the op's schema would refuse on this rank alone."""
+    for name, value, kind in (("kernel", kernel, str), ("exchange", exchange, str), ("deterministic", deterministic, bool)):
+        if not isinstance(value, kind):
+            raise ValueError(f"{name}={value!r}: must be a {kind.__name__}")
+    if softmax_scale is None:
+        return head_dim ** -0.5
+    try:
+        return float(softmax_scale)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"softmax_scale={softmax_scale!r}: must be a finite number, or None for head_dim ** -0.5") from None
+
+
+def check_scale(scale: float) -> None:
+    """Apart from read_options: while a graph is traced, the scale may not be a number yet."""
+    if not math.isfinite(scale):
+        raise ValueError(f"softmax_scale={scale}: must be a finite number, or None for head_dim ** -0.5")
 
 
 def make_mask(mask: Mask | None, causal: bool | None, window_size: Any, cu_seqlens: Any) -> Mask | None:
@@ -98,6 +118,8 @@ def check_tensors(call: Call) -> None:
     for name, x in named.items():
         if not isinstance(x, Tensor):
             raise ValueError(f"{name}: must be a torch.Tensor [B, S, H, D], got {type(x).__name__}")
+        if x.is_nested or x.layout != torch.strided:
+            raise ValueError(f"{name}: must be a dense tensor, not nested or sparse ({x.layout})")
         if x.ndim != 4:
             raise ValueError(f"{name}: shape {tuple(x.shape)} has {x.ndim} dims; must be [B, S, H, D]")
         if x.dtype not in _DTYPES:

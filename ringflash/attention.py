@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ringflash.agreement import REFUSALS, agree
-from ringflash.arguments import Call, check_layout_argument, check_tensors, make_mask, refuse_later_options
+from ringflash.arguments import Call, check_layout_argument, check_tensors, make_mask, read_options, refuse_later_options
 from ringflash.layout import Layout
 from ringflash.mask import Mask
 from ringflash.mesh import rank_and_size, ring_group
@@ -56,7 +56,7 @@ def ring_attention(
         if layout_k is not None:
             check_layout_argument(layout_k, "layout_k")
         sugar, chosen = _read_mask(mask, causal, window_size, cu_seqlens)
-        scale = q.shape[3] ** -0.5 if softmax_scale is None else float(softmax_scale)
+        scale = read_options(softmax_scale, q.shape[3], kernel, exchange, deterministic)
     except REFUSALS as error:
         # The others are on their way to compare arguments: tell them there.
         if size > 1 and not is_agreed:

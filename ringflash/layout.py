@@ -64,7 +64,7 @@ class Layout:
             self._set(kind, seq_len, cp_size, masks, ulysses_size)
             if group is None and agree is not None:
                 raise ValueError("Layout(agree=...) needs group=...: without a group there is nobody to agree with")
-        except (ValueError, NotImplementedError) as error:
+        except Exception as error:
             if group is not None:
                 from ringflash import agreement, mesh
 
@@ -83,7 +83,7 @@ class Layout:
         put(self, "seq_len", _positive("seq_len", seq_len))
         put(self, "cp_size", _positive("cp_size", cp_size))
         put(self, "ulysses_size", _positive("ulysses_size", ulysses_size))
-        put(self, "masks", _as_masks(masks))
+        put(self, "masks", as_masks(masks))
         put(self, "token", None)
         put(self, "is_agreed", False)
         if self.ulysses_size > 1:
@@ -196,9 +196,11 @@ def _positive(name: str, value: Any) -> int:
     return number
 
 
-def _as_masks(masks: Mask | Iterable[Mask] | None) -> tuple[Mask, ...]:
+def as_masks(masks: Mask | Iterable[Mask] | None) -> tuple[Mask, ...]:
     if masks is None:
         return (Mask(causal=True),)
+    if not isinstance(masks, (Mask, Iterable)):
+        raise ValueError(f"masks={masks!r}: must be a Mask or several")
     result = (masks,) if isinstance(masks, Mask) else tuple(masks)
     if not result:
         raise ValueError("masks=(): a layout needs at least one Mask")

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 _SPEC_VERSION = 1
+_MAX_WINDOW = 2**62  # a position plus this is still an int64
 _SPEC_HEADER = 4  # version, left, right, number of boundaries (-1: no documents)
 
 
@@ -141,10 +142,17 @@ class Mask:
     def __hash__(self) -> int:
         return self._hash
 
+    def __reduce__(self) -> tuple:
+        # Made anew: a hash of bytes differs between processes, and an unpickled array would be writeable.
+        return Mask, (self.causal, self.window_size, self.cu_seqlens)
+
     def __repr__(self) -> str:
-        parts = [f"causal={self.causal}"]
-        if self.window_size != (-1, -1):
-            parts.append(f"window_size={self.window_size}")
+        # Equal masks print alike, whichever way they were written: ranks compare this text.
+        left, right, _ = self._key
+        causal = right == 0
+        parts = [f"causal={causal}"]
+        if left >= 0 or right > 0:
+            parts.append(f"window_size={(left, right)}")
         if self.cu_seqlens is not None:
             shown = self.cu_seqlens.tolist()
             long = f"<{len(shown) - 1} documents, {shown[-1]} tokens>"
@@ -160,6 +168,8 @@ def _check_window(window_size: Any, causal: bool) -> tuple[int, int]:
     for name, value in (("left", left), ("right", right)):
         if value < -1:
             raise ValueError(f"window_size={(left, right)}: {name}={value} must be >= 0, or -1 for unlimited")
+        if value > _MAX_WINDOW:
+            raise ValueError(f"window_size={(left, right)}: {name}={value} must be <= {_MAX_WINDOW}; -1 is unlimited")
     if causal and right > 0:
         raise ValueError(
             f"window_size={(left, right)} with causal=True: a causal query sees no later key: right must be 0 or -1, not {right}"
@@ -170,6 +180,8 @@ def _check_window(window_size: Any, causal: bool) -> tuple[int, int]:
 def _read_boundaries(cu_seqlens: Any) -> np.ndarray:
     """cu_seqlens as a read-only int64 array; a tensor on a device is copied to the host here, once."""
     if hasattr(cu_seqlens, "detach"):  # a torch tensor, without importing torch
+        if cu_seqlens.is_floating_point() or cu_seqlens.is_complex():
+            raise ValueError(f"cu_seqlens: must be ints, got dtype {cu_seqlens.dtype}")
         cu_seqlens = cu_seqlens.detach().cpu().numpy()
     values = np.asarray(cu_seqlens)
     if values.dtype.kind not in "iu":

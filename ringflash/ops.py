@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringflash.agreement import REFUSALS, agree, layout_fields, mask_field
-from ringflash.arguments import Call, check_tensors, make_layout, make_layout_k
+from ringflash.arguments import Call, check_scale, check_tensors, make_layout, make_layout_k
 from ringflash.kernels.dispatch import Backend, accumulate_dtype, select
 from ringflash.layout import Layout
 from ringflash.mask import Mask
@@ -85,6 +85,7 @@ def _resolve(q: Tensor, k: Tensor, v: Tensor, a: RingArguments, group: dist.Proc
     check_exchange(a.exchange)
     call = Call(q, k, v, size)
     check_tensors(call)
+    check_scale(a.softmax_scale)
     by_name = a.layout is None
     if by_name:
         layout = make_layout(a.layout_kind, size * q.shape[1], size, "layout")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ringflash.agreement import REFUSALS, agree, layout_fields, token_of
 from ringflash.arguments import check_layout_argument
-from ringflash.layout import Layout
+from ringflash.layout import Layout, as_masks
 from ringflash.mask import Mask
 from ringflash.mesh import rank_and_size, ring_group
 
@@ -123,11 +123,15 @@ def shard_batch(
             raise ValueError("layout is a mesh and group is given too; give the ring once")
         layout, group = "zigzag", ring_group(layout)
     pg = ring_group(group)
-    if pg is not None and rank is not None:
-        raise ValueError(f"rank={rank} together with group: the group knows this process's rank; give one of them")
     own_rank, size = rank_and_size(pg)
     problem, fields, count, made = None, {}, 0, None
     try:
+        if pg is not None and rank is not None:
+            raise ValueError(f"rank={rank} together with group: the group knows this process's rank; give one of them")
+        if pg is None and rank is not None and isinstance(layout, str):
+            raise ValueError(f"layout={layout!r} with rank={rank}: a name does not say how many ranks there are; give a Layout "
+                             f"or group")
+        device = None if device is None else torch.device(device)
         made = _read(batch, layout, size, own_rank if pg is not None else rank, masks, has_group=pg is not None)
         fields, count = {**layout_fields(made.layout), **made.fields}, made.count
     except REFUSALS as error:
@@ -205,14 +209,24 @@ def batch_hash(source: Any) -> int:
 
 
 def _rows(source: Any, index: np.ndarray | slice) -> np.ndarray:
-    """Columns of a [B, S] source as int64 [B, n], reading no others."""
+    """Columns of a [B, S] source as int64 [B, n], reading no others. ValueError for what holds no integers."""
     if isinstance(source, Tensor):
+        _check_integers(source.dtype, not (source.is_floating_point() or source.is_complex() or source.dtype == torch.bool))
         picked = source[..., torch.from_numpy(index).to(source.device) if isinstance(index, np.ndarray) else index]
         return np.ascontiguousarray(picked.detach().cpu().numpy().astype(np.int64))
-    return np.ascontiguousarray(np.asarray(source[..., index]).astype(np.int64))
+    picked = np.asarray(source[..., index])
+    _check_integers(picked.dtype, picked.dtype.kind in "iu")
+    return np.ascontiguousarray(picked.astype(np.int64))
+
+
+def _check_integers(dtype: Any, are_integers: bool) -> None:
+    if not are_integers:
+        raise ValueError(f"batch: tokens and labels must be integers, got {dtype}")
 
 
 def _check_batch(batch: Mapping[str, Any]) -> Any:
+    if not isinstance(batch, Mapping):
+        raise ValueError(f"batch: must be a mapping with 'tokens', got {type(batch).__name__}")
     unknown = [key for key in batch if key not in _KEYS]
     if unknown or "tokens" not in batch:
         raise ValueError(f"batch has keys {sorted(batch)}: needs 'tokens', may have {', '.join(_KEYS[1:])}")
@@ -222,8 +236,9 @@ def _check_batch(batch: Mapping[str, Any]) -> Any:
         raise ValueError(f"batch['tokens'] has shape {shape}: must be [B, S] with S >= 1")
     for key in ("labels", "attention_mask"):
         other = batch.get(key)
-        if other is not None and tuple(other.shape) != shape:
-            raise ValueError(f"batch[{key!r}] has shape {tuple(other.shape)}: must be that of tokens, {shape}")
+        found = tuple(getattr(other, "shape", ()))
+        if other is not None and found != shape:
+            raise ValueError(f"batch[{key!r}] has shape {found}: must be that of tokens, {shape}")
     mask = batch.get("attention_mask")
     if mask is not None and not bool((mask == 1).all()):
         raise ValueError("batch['attention_mask'] is not all ones: say what is masked by cu_seqlens (for trailing padding, [0, "
@@ -265,7 +280,7 @@ def _with_documents(layout: Layout | str, cu_seqlens: Any, seq_len: int, size: i
         kind, seq_len, size, given = layout.kind, layout.seq_len, layout.cp_size, layout.masks
     else:
         check_layout_argument(layout, "layout")
-        kind, given = layout, (Mask(),) if masks is None else (masks,) if isinstance(masks, Mask) else tuple(masks)
+        kind, given = layout, as_masks(masks)
     if cu_seqlens is not None:
         documents = Mask(cu_seqlens=cu_seqlens).cu_seqlens
         for mask in given:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringflash.arguments import Call, check_tensors, make_layout, make_layout_k, make_mask, refuse_later_options
+from ringflash.arguments import (
+    Call, check_scale, check_tensors, make_layout, make_layout_k, make_mask, read_options, refuse_later_options)
 from ringflash.kernels.dispatch import Backend, accumulate_dtype, select
 from ringflash.layout import Layout
 from ringflash.mask import Mask
@@ -18,6 +19,7 @@ from ringflash.ring.loopback import Loopback, drive_all
 from ringflash.ring.plan import Plan, build_plan
 
 
+@torch.compiler.disable  # generators and numpy plans: a compiled caller breaks its graph here, as tracing would fail inside
 def simulate(
     q: Tensor, k: Tensor, v: Tensor, *, cp_size: int, mask: Mask | None = None, layout: Layout | str = "zigzag",
     softmax_scale: float | None = None, softcap: float = 0.0, sinks: Tensor | None = None, kernel: str = "auto",
@@ -41,6 +43,8 @@ def simulate(
         raise ValueError(f"exchange={exchange!r}: simulate() runs in one process and uses no network; only 'auto' is valid")
     call = Call(q, k, v, cp_size)
     check_tensors(call)
+    scale = read_options(softmax_scale, q.shape[3], kernel, exchange, deterministic)
+    check_scale(scale)
     given = make_mask(mask, causal, window_size, cu_seqlens)
     full = make_layout(layout, q.shape[1], cp_size, "layout")
     keys = make_layout_k(layout_k, full, k.shape[1], by_name=isinstance(layout, str))
@@ -49,7 +53,6 @@ def simulate(
             raise ValueError(f"{name} has {tensor.shape[1]} rows, but its layout has seq_len={value.seq_len}")
     chosen = call.choose_mask(given, None if isinstance(layout, str) else full)
     backend = select(kernel, device=q.device, dtype=q.dtype, head_dim=q.shape[3], deterministic=deterministic)
-    scale = q.shape[3] ** -0.5 if softmax_scale is None else float(softmax_scale)
     ring = SimulatedRing(build_plan(chosen, full, keys), full, keys, backend, scale, deterministic, order)
     out, lse = _Simulate.apply(q, k, v, ring)
     return (out, lse) if return_lse else out

@@ -76,7 +76,10 @@ def load_corpus(source: Source, cache_dir: str | os.PathLike, *, heldout_fractio
     stem = cache_dir / _digest(source, heldout_fraction, max_bytes)
     index = _read_index(stem)
     if index is None:
-        cache_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            cache_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(f"data.cache_dir={cache_dir}: the folder cannot be made ({error.strerror})") from error
         _build(source, stem, heldout_fraction, max_bytes)
         index = _read_index(stem)
         if index is None:

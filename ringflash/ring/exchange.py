@@ -105,9 +105,22 @@ def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
     """One collective per group and device type before its first plan: torch leaves a first P2P batch undefined if only some
     ranks take part in it, and a plan may give a rank nothing to do. Every rank must come here, which every first call does."""
     done = _warm.setdefault(group, set())
-    if device.type not in done:
-        dist.all_reduce(torch.ones(1, device=device), group=group)
-        done.add(device.type)
+    if device.type in done:
+        return
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    hops = (f"first collective of all {size} ranks on {device.type}, before the first call",)
+    position = watchdog.Position("warm-up", watchdog.next_call("warm-up"), 0, describe_rank(group, rank), hops)
+    with watchdog.waiting(position):
+        try:
+            dist.all_reduce(torch.ones(1, device=device), group=group)
+        except RuntimeError as error:
+            raise _failure(position, hops, error) from error
+    watchdog.passed(position, device)
+    done.add(device.type)
+
+
+def describe_rank(group: dist.ProcessGroup, rank: int) -> str:
+    return f"cp rank {rank} (global rank {dist.get_global_rank(group, rank)})"
 
 
 class DistributedExchange:
@@ -140,7 +153,7 @@ class DistributedExchange:
         return f"{verb} {message.kind} of cp rank {message.owner} {peer}"
 
     def _describe_rank(self, rank: int) -> str:
-        return f"cp rank {rank} (global rank {dist.get_global_rank(self._group, rank)})"
+        return describe_rank(self._group, rank)
 
 
 class _DistributedPending:

@@ -5,7 +5,6 @@ steps those of all ranks in one process.
 """
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Generator
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from ringflash.kernels.dispatch import Backend
 from ringflash.kernels.intervals import Intervals, accumulate_dtype
 from ringflash.ring.buffers import Block, BufferPool, Rows, count_rows, pack
+from ringflash.ring.cache import BoundedCache
 from ringflash.ring.exchange import Exchange, Pending
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 Waits = Generator[Pending, None, None]
 
-_INTERVALS_BYTES = 256 << 20
-_intervals: OrderedDict[tuple, tuple[Intervals, int]] = OrderedDict()
+_ENTRY_BYTES = 16 << 10  # an Intervals of few rows: objects, not data (measured 12 KiB); and what a kernel derives from it
+_intervals = BoundedCache(max_weight=256 << 20)
 
 
 def drive(waits: Waits) -> None:
@@ -33,18 +33,12 @@ def drive(waits: Waits) -> None:
 
 def intervals_of(plan: Plan, visit: Visit, device: torch.device) -> Intervals:
     """The visit's intervals on `device`; kept (least recently used first out) up to 256 MiB, as every layer asks for the same."""
+    def make() -> Intervals:
+        # Copied: the plan's arrays are read-only, which torch cannot express.
+        return Intervals.from_host(*(torch.from_numpy(ends.copy()) for ends in visit.intervals()), device)
+
     key = (plan.key, visit.rank, visit.step, visit.owner, visit.lane, device)
-    found = _intervals.get(key)
-    if found is not None:
-        _intervals.move_to_end(key)
-        return found[0]
-    # Copied: the plan's arrays are read-only, which torch cannot express.
-    intervals = Intervals.from_host(*(torch.from_numpy(ends.copy()) for ends in visit.intervals()), device)
-    _intervals[key] = (intervals, 16 * (intervals.num_q + intervals.num_k))
-    total = sum(size for _, size in _intervals.values())
-    while total > _INTERVALS_BYTES and len(_intervals) > 1:
-        total -= _intervals.popitem(last=False)[1][1]
-    return intervals
+    return _intervals.get_or_make(key, make, lambda made: _ENTRY_BYTES + 16 * (made.num_q + made.num_k))
 
 
 def without_rows(x: Tensor, rows: Rows, dim: int = 1) -> Tensor:

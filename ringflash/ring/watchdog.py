@@ -28,7 +28,7 @@ _KEY = "ringflash/watchdog"
 class Position:
     """One batch of one step, with what it moves."""
 
-    pass_: str                                              # forward | backward | agreement
+    pass_: str                                              # forward | backward | agreement | warm-up
     call: int                                               # how many ring calls of this pass this process had begun before
     step: int
     rank: str                                               # "cp rank 1 (global rank 3)"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,6 +19,20 @@ _FAREWELL_S = 10.0  # rank 0 may host the store: after a failure it stays until 
 
 class StartError(ValueError):
     """The ranks cannot start together. The same message on every rank; rank 0 has spoken it already."""
+
+
+def check_launcher(environment: Mapping[str, str]) -> None:
+    """ValueError unless the variables of a launcher are all there and make sense: RANK alone is a leftover of a shell."""
+    missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environment]
+    if missing:
+        raise ValueError(f"RANK={environment['RANK']} is set, so this process is one rank, but {', '.join(missing)} are not: "
+                         "start it under torchrun, or unset RANK for a plain start")
+    numbers = {name: environment[name] for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
+    wrong = [f"{name}={value}" for name, value in numbers.items() if not value.isdecimal()]
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)}: must be a number; a launcher such as torchrun sets it")
+    if int(numbers["RANK"]) >= int(numbers["WORLD_SIZE"]):
+        raise ValueError(f"RANK={numbers['RANK']}: must be below WORLD_SIZE={numbers['WORLD_SIZE']}")
 
 
 def rendezvous(timeout_s: float) -> tuple[dist.Store, int, int]:

@@ -5,9 +5,10 @@ import pytest
 from hydra import compose, initialize_config_module
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from ringflash.config import Config, ModelConfig, validate
-from ringflash.launch.train import misspelt, register_schema
+from ringflash.launch.train import misspelt, register_schema, to_config
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 GROUPS = ("model", "data", "attention", "parallel", "optim", "train", "run")
@@ -99,3 +100,12 @@ def test_names_that_configuration_repeats_are_those_of_the_parts_that_own_them()
     ours = {f.name: f.default for f in dataclasses.fields(ModelConfig)}
     assert ours.keys() == {f.name for f in dataclasses.fields(model.ModelConfig)}
     assert {name: ours[name] for name in theirs} == theirs
+
+
+@pytest.mark.parametrize("override", ["+train.foo=1", "++foo=1", "+data.paths=x"])
+def test_a_key_that_was_added_by_force_is_refused_before_a_folder_or_a_rank_exists(override):
+    register_schema()
+    with initialize_config_module("ringflash.configs", version_base="1.3"):
+        forced = compose("train", overrides=[override])
+    with pytest.raises(OmegaConfBaseException, match="not in"):
+        to_config(forced)

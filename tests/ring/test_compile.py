@@ -4,7 +4,7 @@ import torch
 import torch._dynamo
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from ringflash import Layout, Mask, ring_attention
+from ringflash import Layout, Mask, ring_attention, simulate
 from ringflash.ops import RingArguments, attention_backward, attention_forward
 from ringflash.tests.support.ring_cases import differing, make_inputs, run
 
@@ -91,3 +91,17 @@ def test_inductor_equals_eager():
     theirs = run(lambda q, k, v, **more: ring_attention(q * 2, k, v, kernel="cpu", **more), inputs)
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name])
+
+
+def test_simulate_in_a_compiled_function_breaks_the_graph_and_is_right():
+    inputs = make_inputs(9)
+    call = lambda q, k, v: simulate(q * 2, k, v, cp_size=2) + 1  # noqa: E731
+    assert torch.equal(torch.compile(call, backend="eager")(inputs.q, inputs.k, inputs.v), call(inputs.q, inputs.k, inputs.v))
+
+
+def test_a_scale_that_is_no_finite_number_is_refused_in_a_compiled_call_too():
+    inputs = make_inputs(8)
+    call = torch.compile(lambda q, k, v, scale: ring_attention(q, k, v, softmax_scale=scale), backend="aot_eager", fullgraph=True)
+    assert torch.equal(call(inputs.q, inputs.k, inputs.v, 0.3), ring_attention(inputs.q, inputs.k, inputs.v, softmax_scale=0.3))
+    with pytest.raises(ValueError, match="softmax_scale=nan: must be a finite number"):
+        call(inputs.q, inputs.k, inputs.v, float("nan"))

@@ -1,5 +1,11 @@
 """Mask against the definition of what it allows, pair by pair."""
+import copy
+import os
+import pickle
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -143,3 +149,26 @@ def test_repr_names_what_differs_from_the_default_and_stays_short():
     assert repr(Mask()) == "Mask(causal=True)"
     assert repr(Mask(window_size=(63, 0), cu_seqlens=[0, 4])) == "Mask(causal=True, window_size=(63, 0), cu_seqlens=[0, 4])"
     assert "4000 documents, 8000 tokens" in repr(Mask(cu_seqlens=range(0, 8001, 2)))
+
+
+def test_equal_masks_print_alike_however_they_were_written():
+    assert repr(Mask(causal=False, window_size=(-1, 0))) == repr(Mask())
+    assert repr(Mask(causal=True, window_size=(3, -1))) == repr(Mask(causal=False, window_size=(3, 0)))
+    assert repr(Mask(causal=False)) != repr(Mask())
+
+
+@pytest.mark.parametrize("causal, window_size", ((True, (2**63, 0)), (False, (0, 2**63 - 1)), (False, (2**80, 1))))
+def test_a_window_that_positions_cannot_hold_is_refused(causal, window_size):
+    with pytest.raises(ValueError, match="-1 is unlimited"):
+        Mask(causal, window_size)
+
+
+def test_a_mask_that_was_pickled_or_copied_hashes_as_in_this_process_and_stays_read_only():
+    mask = Mask(window_size=(5, 0), cu_seqlens=[0, 3, 8])
+    # Another process salts hashes differently; a pickle must not bring its own.
+    code = "import pickle, sys; from ringflash import Mask; sys.stdout.write(pickle.dumps(Mask(True, (5, 0), [0, 3, 8])).hex())"
+    env = {**os.environ, "PYTHONHASHSEED": "77", "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    foreign = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True, timeout=60).stdout
+    for other in (pickle.loads(bytes.fromhex(foreign)), copy.deepcopy(mask)):
+        assert other == mask and hash(other) == hash(mask) and other in {mask}
+        assert not other.cu_seqlens.flags.writeable

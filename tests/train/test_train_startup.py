@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from ringflash.train.folder import claim_run_folder, make_run_folder
-from ringflash.train.startup import StartError, agree
+from ringflash.train.startup import StartError, agree, check_launcher
 
 
 def start(tmp_path, ranks: list[dict]) -> tuple[list, list[str], list]:
@@ -95,3 +95,21 @@ def test_a_folder_that_holds_a_run_is_not_taken_again(tmp_path):
     (folder / "metrics.jsonl").touch()
     with pytest.raises(ValueError, match=r"run\.dir=.*mine: holds a run already \(metrics\.jsonl\)"):
         claim_run_folder(folder)
+
+
+def test_a_folder_that_cannot_be_made_is_told_with_its_key(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"run\.dir=.*file: the folder cannot be made"):
+        claim_run_folder(tmp_path / "file")
+    with pytest.raises(OSError, match=r"run\.root=.*x: the folder cannot be made"):
+        make_run_folder(tmp_path / "file" / "x", "run")
+
+
+@pytest.mark.parametrize("given, said", (
+    ({"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not"),
+    ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK=x: must be a number"),
+    ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK=2: must be below WORLD_SIZE=2"),
+))
+def test_half_a_launcher_is_refused_with_advice(given, said):
+    with pytest.raises(ValueError, match=said):
+        check_launcher(given)
