@@ -40,7 +40,7 @@ def ring_attention(
     their input's dtype; they accumulate and travel in fp32.
 
     Unless every layout is a Layout made with a group (it carries a token), each call with cp_size > 1 first compares its
-    arguments over the ring, in one small collective.
+    arguments over the ring, in one small collective; the first call on a group always does.
 
     Raises ValueError for arguments that cannot be, NotImplementedError for those not built yet (softcap, sinks, rotate, a v of
     another head_dim, 2-D meshes, exchange="copy"), RuntimeError for what this machine or network lacks, or when a peer fails

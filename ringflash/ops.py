@@ -4,6 +4,7 @@ mask holds.
 Layouts and masks enter as their CPU spec tensors, which describe them completely: a new batch of documents is new data to a
 compiled graph, not a new constant, and nothing has to outlive the call. A group enters by its name.
 """
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -124,6 +125,11 @@ def _fields(q: Tensor, k: Tensor, v: Tensor, a: RingArguments, ring: _Ring) -> d
     }
 
 
+# Groups whose ranks have compared dtype, heads and options once: a token speaks of rows and masks only, and gloo completes a
+# receive of fewer bytes than it awaits without a word.
+_compared: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
+
+
 @torch.library.custom_op(
     "ringflash::attention_forward", mutates_args=(),
     schema=f"(Tensor q, Tensor k, Tensor v, {_RING_ARGUMENTS}) -> (Tensor, Tensor)")
@@ -136,9 +142,10 @@ def attention_forward(q, k, v, *arguments):
         ring = _resolve(q, k, v, a, group, rank, size)
     except REFUSALS as error:
         problem = error
-    if size > 1 and not a.is_agreed:
-        # Unconditional: a check that some rank may skip is a hang.
+    if size > 1 and (not a.is_agreed or group not in _compared):
+        # Unconditional: a check that some rank may skip is a hang. (The first call on a group is the first on all its ranks.)
         agree(group, "ring_attention", {} if ring is None else _fields(q, k, v, a, ring), problem=problem)
+        _compared.add(group)
     elif problem is not None:
         raise problem
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

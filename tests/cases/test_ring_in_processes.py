@@ -56,6 +56,20 @@ def _ranks_that_read_another_text_or_seed_are_told(rank):
     assert shard_batch(same, "zigzag", group=dist.group.WORLD).layout.is_agreed
 
 
+def _the_first_call_on_a_group_compares_what_a_token_does_not_know(rank):
+    """gloo completes a receive of fewer bytes than it awaits: rank 1 would compute on what its buffer held before."""
+    layout = Layout("contiguous", 8 * SIZE, SIZE, group=dist.group.WORLD)
+    inputs = make_inputs(8 * SIZE)
+    q, k, v = (shard(x, layout, rank=rank) for x in (inputs.q, inputs.k, inputs.v))
+    odd = {"q.dtype": lambda: (q.half(), k.half(), v.half()), "k [B, Hkv, D]": lambda: (q, k[:, :, :1], v[:, :, :1])}
+    for field, differing in odd.items():
+        group = dist.new_group(list(range(SIZE)))
+        with pytest.raises(ValueError, match="^ring_attention: .* differs: .*on cp rank 0; .*on cp ranks 1, 2") as caught:
+            ring_attention(*(differing() if rank == 0 else (q, k, v)), layout=layout, group=group, kernel="reference")
+        assert field in str(caught.value)
+        ring_attention(q, k, v, layout=layout, group=group, kernel="reference")
+
+
 def _batches_of_other_documents_compile_at_most_twice(rank):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
@@ -79,6 +93,7 @@ def _batches_of_other_documents_compile_at_most_twice(rank):
 def _all(rank, world_size):
     _blocks_that_are_recomputed_give_the_same_bits(rank)
     _ranks_that_read_another_text_or_seed_are_told(rank)
+    _the_first_call_on_a_group_compares_what_a_token_does_not_know(rank)
     _batches_of_other_documents_compile_at_most_twice(rank)
 
 
