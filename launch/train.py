@@ -17,6 +17,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -38,6 +39,7 @@ from ringflash.train.text import open_data
 CONFIGS = "ringflash.configs"
 _RUN_FOLDER = "--run-folder"
 _USER_ERROR = 2
+_INTERRUPT_GRACE_S = 5.0
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -167,8 +169,15 @@ def run_torchrun(nproc: int, folder: Path, *, cpu: bool) -> int:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         env.setdefault("OMP_NUM_THREADS", str(max(cores // nproc, 1)))
     process = subprocess.Popen(command, env=env)
-    # Ctrl-C goes to the whole foreground group: torchrun handles it, this process only waits.
-    handlers = {signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: lambda signum, frame: process.send_signal(signum)}
+
+    def pass_on(signum, frame) -> None:
+        # Ctrl-C goes to the whole foreground group, so torchrun is stopping already; sent to this process alone, it has to be told.
+        grace_s = _INTERRUPT_GRACE_S if signum == signal.SIGINT else 0.0
+        timer = threading.Timer(grace_s, process.terminate)     # which does nothing to a process that has ended
+        timer.daemon = True
+        timer.start()
+
+    handlers = {signal.SIGINT: pass_on, signal.SIGTERM: pass_on}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         return process.wait()

@@ -213,9 +213,10 @@ def test_a_killed_rank_ends_the_run_with_an_error_within_seconds(tmp_path):
     assert "ringflash train: failed (exit code" in err
 
 
-def test_sigterm_to_the_launcher_reaches_the_ranks_which_say_where_they_stand(tmp_path):
+@pytest.mark.parametrize("signum", (signal.SIGTERM, signal.SIGINT))
+def test_a_signal_to_the_launcher_alone_reaches_the_ranks_which_say_where_they_stand(tmp_path, signum):
     process, ranks = a_long_run(tmp_path)
-    process.terminate()
+    process.send_signal(signum)
     _, err = process.communicate(timeout=60.0)
     assert process.returncode not in (0, None)
     assert "stopped by SIGTERM; " in err and ("forward call" in err or "backward call" in err or "agreement call" in err)
