@@ -67,6 +67,8 @@ def ring_body(rank: int) -> dict:
         found["uniform"][dp, cp] = made.train_step(0).loss
         report = equivalence.run(config(dp, cp, 8, 45), text(cfg), device=CPU, group=dist.group.WORLD)
         found["report"][dp, cp] = (report.ok, report.table())
+        report = equivalence.run(with_train(config(dp, cp, 8, 45), dtype="bf16"), text(cfg), device=CPU, group=dist.group.WORLD)
+        found["report"][dp, cp, "bf16"] = (report.ok, report.table())
 
     world = connect(4, 1, CPU, timeout_s=60.0)
     given = GivenLosses(tiny(dp=4, cp=1), world, [(1, 8.0), (7, 0.0), (0, 0.0), (0, 0.0)])
@@ -92,6 +94,8 @@ def ring_body(rank: int) -> dict:
     trainer.sum_gradients = mean_gradients
     report = equivalence.run(config(2, 2, 4, 45), text(tiny()), device=CPU, group=dist.group.WORLD)
     found["planted mean"] = [row.name for row in report.rows if not row.ok]
+    report = equivalence.run(with_train(config(2, 2, 4, 45), dtype="bf16"), text(tiny()), device=CPU, group=dist.group.WORLD)
+    found["planted mean, bf16"] = [row.name for row in report.rows if not row.ok]
     trainer.sum_gradients = right
     return found
 
@@ -181,6 +185,6 @@ def test_the_equivalence_report_finds_every_world_within_budget(ranks):
 
 
 def test_the_equivalence_report_catches_gradients_that_are_averaged(ranks):
-    wrong = ranks[0]["planted mean"]
-    assert "gradient norm" in wrong and "loss" not in wrong
-    assert sum(name.startswith("gradient of") for name in wrong) == sum(name.startswith("weight") for name in wrong) == 21
+    for wrong in (ranks[0]["planted mean"], ranks[0]["planted mean, bf16"]):
+        assert "gradient norm" in wrong and "loss" not in wrong
+        assert sum(name.startswith("gradient of") for name in wrong) == sum(name.startswith("weight") for name in wrong) == 21
