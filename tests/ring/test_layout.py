@@ -1,4 +1,7 @@
 """Layout: rows of all ranks partition the sequence, sorted, evenly."""
+import copy
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -114,3 +117,11 @@ def test_a_rank_that_refuses_its_layout_tells_the_group_before_it_raises(monkeyp
     with pytest.raises(ValueError, match="seq_len=0"):
         Layout("zigzag", 0, 2, group="the ring")
     assert told == [("the ring", "seq_len=0: must be an int >= 1")]
+
+
+def test_a_pickled_or_copied_layout_claims_no_agreement():
+    layout = Layout("zigzag", 10, 2, Mask(cu_seqlens=[0, 4, 10]))
+    layout.set_token("agreed")
+    for made in (pickle.loads(pickle.dumps(layout)), copy.deepcopy(layout)):
+        assert made == layout and hash(made) == hash(layout)
+        assert made.token is None and not made.is_agreed
