@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
         sub = what.add_parser(name, help=text)
         sub.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
         sub.add_argument("--shapes", default=None, help="D:Hq:Hkv:S:mask:dtype, comma-separated (masks: causal, full, windowN)")
-        sub.add_argument("--repeats", type=int, default=20, help="timed repetitions of each candidate")
+        sub.add_argument("--repeats", type=int, default=15, help="timed repetitions of each candidate")
         sub.add_argument("--warmup", type=int, default=3)
         sub.add_argument("--json", default=None, metavar="PATH", help="write every record")
         sub.add_argument("--png", default=None, metavar="PATH", help="draw the figures")
@@ -89,7 +90,7 @@ def draw(groups: dict[str, list[dict]], path: str) -> None:
             found = [next((r for r in records if r["candidate"] == name), None) for records in groups.values()]
             heights = [r[f"{which}_tflops"] if r and r["failure"] is None else 0.0 for r in found]
             axis.bar([x + (i + 0.5) * 0.8 / len(names) for x in range(len(groups))], heights, 0.8 / len(names), label=name)
-        axis.set_xticks([x + 0.4 for x in range(len(groups))], [label.replace(" ", "\n", 2) for label in groups], fontsize=7)
+        axis.set_xticks([x + 0.4 for x in range(len(groups))], [re.sub(r" (x|causal|full|window)", r"\n\1", label) for label in groups], fontsize=7)
         axis.set_title(which)
         axis.grid(axis="y", alpha=0.3)
     axes[0].set_ylabel("TFLOP/s")

@@ -14,10 +14,14 @@ LAUNCH = Path(__file__).resolve().parent
 
 
 def main(argv: list[str] | None = None) -> int:
-    """`argv`: overrides for launch/train.py. Returns the exit code of the first part that failed, or 0."""
+    """`argv`: overrides for launch/train.py, no flags (2). Returns the exit code of the first part that failed, or 0."""
+    overrides = sys.argv[1:] if argv is None else list(argv)
+    flags = [word for word in overrides if word.startswith("-")]
+    if flags:
+        print(__doc__)
+        return 0 if set(flags) <= {"-h", "--help"} else 2
     import torch
 
-    overrides = sys.argv[1:] if argv is None else list(argv)
     gpus = torch.cuda.device_count()
     ranks = gpus or 2
     experiment = ["experiment=one_gpu", f"parallel.nproc={gpus}"] if gpus else ["experiment=quickstart"]

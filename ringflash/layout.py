@@ -1,7 +1,7 @@
 """Layout: which positions of the sequence each rank of the ring owns, as a value.
 
-A rank's rows are always sorted by global position, whatever the layout (Note [Intervals] in DESIGN.md). numpy alone, but for
-`.spec`.
+A rank's rows are always sorted by global position, whatever the layout: Note [Layouts], Note [Intervals] in DESIGN.md. numpy alone,
+but for `.spec`.
 """
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from ringflash.ring.ranges import RowRanges
 from ringflash.ring.routes import LANES, UP
 
 MASKS = ("causal", "full")
-_ARROWS = {1: "up", -1: "down"}
+_ARROWS = {1: "to the next rank", -1: "to the previous rank"}
 
 
 def text(plan: Plan, pass_: str = "forward") -> str:
@@ -64,7 +64,7 @@ def lanes_used(plan: Plan) -> str:
     if not used:
         return "nothing travels"
     if len(used) == 2:
-        return f"both directions, each range the shorter way ({sent[UP]:,} rows up, {sent[-UP]:,} down)"
+        return f"both directions, each range the shorter way ({sent[UP]:,} rows to the next rank, {sent[-UP]:,} to the previous)"
     if len(plan.lanes) == 1:
         return f"all {_ARROWS[used[0]]}, as demanded"
     other = build_plan(plan.mask, plan.layout, plan.layout_k, lanes=(-used[0],)).rotation_fraction

@@ -52,11 +52,12 @@ def train(cfg: Config, world: World, data: Data, folder: Path | None) -> dict:
         "steps": cfg.train.steps,
         "parameters": sum(p.numel() for p in trainer.parameters),
         "ranks": f"dp {world.dp} x cp {world.cp} on {world.device.type}",
+        "kernel": select_kernel(cfg, world.device).name,
         "tokens": tokens,
         "tokens_per_s": tokens / trained_s,
         "time_s": time.perf_counter() - start,
         "first_loss": losses[0],
-        "train_loss": sum(losses[-_LAST_STEPS:]) / len(losses[-_LAST_STEPS:]),
+        f"train_loss_last_{_LAST_STEPS}": sum(losses[-_LAST_STEPS:]) / len(losses[-_LAST_STEPS:]),
         "heldout_loss": heldout_loss,
         "unigram_entropy": data.unigram_nats,
     }

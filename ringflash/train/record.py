@@ -74,7 +74,7 @@ def table(summary: dict) -> str:
     """The summary as aligned lines."""
     def show(value) -> str:
         if isinstance(value, float):
-            return f"{value:,.4f}" if abs(value) < 1000 else f"{value:,.0f}"
+            return f"{value:.4f}" if abs(value) < 100 else f"{value:,.0f}"
         return f"{value:,}" if isinstance(value, int) else str(value)
 
     width = max(len(key) for key in summary)

@@ -19,13 +19,13 @@ def test_text_names_each_visit_and_what_travels():
         ["2", "0", "-", "-", "0", "grad", "0:4", "of", "0", "from", "1", "-"],
         ["2", "1", "-", "-", "0", "-", "grad", "0:4", "of", "0", "to", "0"],
     ]
-    assert lines[-1] == ("moves 0.50 of the full rotation's bytes in 1 hop; all up (the other way: 0.50); busiest rank 1.44x the "
-                         "mean over all steps, 1.44x when each step waits for its busiest")
+    assert lines[-1] == ("moves 0.50 of the full rotation's bytes in 1 hop; all to the next rank (the other way: 0.50); "
+                         "busiest rank 1.44x the mean over all steps, 1.44x when each step waits for its busiest")
 
 
 def test_the_summary_gives_the_reason_for_the_directions():
-    assert "all down (the other way: 0.94)" in show.summary(build_plan(Mask(), Layout("zigzag", 128, 8)))
-    assert "all up, as demanded" in show.summary(build_plan(Mask(), Layout("zigzag", 128, 8), lanes=(1,)))
+    assert "all to the previous rank (the other way: 0.94)" in show.summary(build_plan(Mask(), Layout("zigzag", 128, 8)))
+    assert "all to the next rank, as demanded" in show.summary(build_plan(Mask(), Layout("zigzag", 128, 8), lanes=(1,)))
     window = build_plan(Mask(window_size=(4, 0)), Layout("zigzag", 128, 8))
     assert "both directions, each range the shorter way" in show.summary(window)
     assert "nothing travels" in show.summary(build_plan(Mask(window_size=(0, 0)), Layout("zigzag", 128, 8)))
