@@ -1,4 +1,4 @@
-"""Attention on the CPU in chunks of query rows: the default where there is no GPU. float16, bfloat16, float32; any head dim.
+"""Attention on the CPU in chunks of query rows: the default where there is no GPU. float16, bfloat16, float32; any head dims.
 
 A chunk of rows meets its key range [k_lo[first], k_hi[last]) in one matrix product per kv head; the query heads of a GQA group
 are rows of that product, so K and V are never repeated, and no tensor has Sq * Sk elements. Masking is paid for on the
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .intervals import Intervals
-from .reference import check_shapes, delta, exact_matmul, merge, warmup
+from .reference import check_shapes, check_softcap, delta, exact_matmul, merge, warmup
 
 __all__ = ["backward", "delta", "forward", "name", "unavailable", "warmup"]
 
@@ -33,7 +33,9 @@ _TILE_ELEMENTS = 2**18
 _MIN_ROWS, _MAX_ROWS = 16, 256
 
 
-def unavailable(device: torch.device, dtype: torch.dtype, head_dim: int, deterministic: bool) -> str | None:
+def unavailable(
+    device: torch.device, dtype: torch.dtype, head_dim: int, deterministic: bool, head_dim_v: int | None = None
+) -> str | None:
     if device.type != "cpu":
         return f"tensors are on {device.type}, runs on cpu"
     return None if dtype in _DTYPES else f"dtype {dtype}, takes float16, bfloat16 and float32"
@@ -43,18 +45,21 @@ def unavailable(device: torch.device, dtype: torch.dtype, head_dim: int, determi
 def forward(
     q: Tensor,  # IN    [B, Sq, Hq, D]
     k: Tensor,  # IN    [B, Sk, Hkv, D]
-    v: Tensor,  # IN    [B, Sk, Hkv, D]
+    v: Tensor,  # IN    [B, Sk, Hkv, Dv]
     intervals: Intervals,
     *,
     softmax_scale: float,
-    state: Tensor | None,  # INOUT [B, Sq, Hq, D] fp32
+    softcap: float = 0.0,
+    state: Tensor | None,  # INOUT [B, Sq, Hq, Dv] fp32
     lse: Tensor,  # INOUT [B, Hq, Sq] fp32
-    out: Tensor | None,  # OUT   [B, Sq, Hq, D] q.dtype
+    out: Tensor | None,  # OUT   [B, Sq, Hq, Dv] q.dtype
     first: bool,
+    spare_sms: int = 0,  # nothing here to spare
 ) -> None:
     check_shapes(q, k, v, intervals)
-    B, _, Hq, D = q.shape
-    num_kv_heads = k.shape[2]
+    check_softcap(softcap)
+    B, _, Hq, _ = q.shape
+    num_kv_heads, Dv = v.shape[2:]
     k32, v32 = _by_head(k), _by_head(v)
     chunks = _chunks(intervals, Hq // num_kv_heads)
     buffer = _buffer(chunks, Hq // num_kv_heads)
@@ -66,14 +71,14 @@ def forward(
                     out[:, rows] = state[:, rows]
                 continue
             shape = (B, num_kv_heads, chunk.stop - chunk.start, Hq // num_kv_heads)
-            visit_out = torch.zeros(*shape, D)
+            visit_out = torch.zeros(*shape, Dv)
             visit_lse = torch.full(shape, -torch.inf)
             if chunk.lo < chunk.hi:
                 q32 = _chunk_by_head(q[:, rows], num_kv_heads) * softmax_scale  # [B, Hkv, rows * G, D]
                 hidden = _hidden(chunk, intervals)
                 for b, h in _heads(k32):
-                    _softmax_pv(q32[b, h], k32[b, h], v32[b, h], chunk, hidden, buffer, visit_out[b, h], visit_lse[b, h])
-            new_out = visit_out.permute(0, 2, 1, 3, 4).flatten(2, 3)  # [B, rows, Hq, D]
+                    _softmax_pv(q32[b, h], k32[b, h], v32[b, h], softcap, chunk, hidden, buffer, visit_out[b, h], visit_lse[b, h])
+            new_out = visit_out.permute(0, 2, 1, 3, 4).flatten(2, 3)  # [B, rows, Hq, Dv]
             new_lse = visit_lse.permute(0, 1, 3, 2).flatten(1, 2)  # [B, Hq, rows]
             if not first:
                 new_out, new_lse = merge(state[:, rows], lse[:, :, rows], new_out, new_lse)
@@ -84,9 +89,11 @@ def forward(
                 out[:, rows] = new_out  # the one rounding to the input dtype
 
 
-def _softmax_pv(q: Tensor, k: Tensor, v: Tensor, chunk: _Chunk, hidden: list, buffer: Tensor, out: Tensor, lse: Tensor) -> None:
-    """One kv head: q [rows * G, D] scaled, k, v [Sk, D]; out [rows, G, D], lse [rows, G] are written."""
-    p = _scores(q, k, chunk, hidden, buffer)
+def _softmax_pv(
+    q: Tensor, k: Tensor, v: Tensor, softcap: float, chunk: _Chunk, hidden: list, buffer: Tensor, out: Tensor, lse: Tensor
+) -> None:
+    """One kv head: q [rows * G, D] scaled, k [Sk, D], v [Sk, Dv]; out [rows, G, Dv], lse [rows, G] are written."""
+    p = _scores(q, k, softcap, chunk, hidden, buffer)
     top = p.amax(-1, keepdim=True)
     top.masked_fill_(top == -torch.inf, 0.0)  # a row without keys: exp(-inf - 0) is 0, where exp(-inf + inf) is NaN
     p.sub_(top).exp_()
@@ -97,30 +104,34 @@ def _softmax_pv(q: Tensor, k: Tensor, v: Tensor, chunk: _Chunk, hidden: list, bu
 
 @torch.no_grad()
 def backward(
-    dout: Tensor,  # IN    [B, Sq, Hq, D] q.dtype
+    dout: Tensor,  # IN    [B, Sq, Hq, Dv] q.dtype
     q: Tensor,  # IN    [B, Sq, Hq, D]
     k: Tensor,  # IN    [B, Sk, Hkv, D]
-    v: Tensor,  # IN    [B, Sk, Hkv, D]
+    v: Tensor,  # IN    [B, Sk, Hkv, Dv]
     lse: Tensor,  # IN    [B, Hq, Sq] fp32, merged
     delta: Tensor,  # IN    [B, Hq, Sq] fp32
     intervals: Intervals,
     *,
     softmax_scale: float,
+    softcap: float = 0.0,
     dq: Tensor,  # INOUT [B, Sq, Hq, D] fp32
     dk: Tensor,  # INOUT [B, Sk, Hkv, D] fp32
-    dv: Tensor,  # INOUT [B, Sk, Hkv, D] fp32
+    dv: Tensor,  # INOUT [B, Sk, Hkv, Dv] fp32
     accumulate_dq: bool,
     accumulate_dkv: bool,
     deterministic: bool,
+    spare_sms: int = 0,  # nothing here to spare
 ) -> None:
     """Bitwise the same from run to run, whatever `deterministic` says."""
     check_shapes(q, k, v, intervals)
+    check_softcap(softcap)
     num_kv_heads = k.shape[2]
     group = q.shape[2] // num_kv_heads
     k32, v32 = _by_head(k), _by_head(v)
     dk32, dv32 = torch.zeros_like(k32), torch.zeros_like(v32)
     chunks = _chunks(intervals, group)
     p_buffer, dp_buffer = _buffer(chunks, group), _buffer(chunks, group)
+    slope_buffer = _buffer(chunks, group) if softcap else None
     with exact_matmul("cpu"):
         for chunk in chunks:
             rows = slice(chunk.start, chunk.stop)
@@ -139,11 +150,13 @@ def backward(
             hidden = _hidden(chunk, intervals)
             for b, h in _heads(k32):
                 keys = (b, h, slice(chunk.lo, chunk.hi))
-                p = _scores(q32[b, h], k32[b, h], chunk, hidden, p_buffer)
+                p = _scores(q32[b, h], k32[b, h], softcap, chunk, hidden, p_buffer, slope_buffer)
                 p.sub_(lse_rows[b, h]).exp_()
                 dv32[keys].addmm_(p.t(), dout32[b, h])
                 ds = torch.mm(dout32[b, h], v32[keys].t(), out=dp_buffer[: p.numel()].view_as(p))
                 ds.sub_(delta_rows[b, h]).mul_(p)
+                if slope_buffer is not None:
+                    ds.mul_(slope_buffer[: ds.numel()].view_as(ds))
                 dk32[keys].addmm_(ds.t(), q32[b, h])
                 torch.mm(ds, k32[keys], out=chunk_dq[b, h])
             chunk_dq = _from_head(chunk_dq.mul_(softmax_scale), group)
@@ -200,10 +213,19 @@ def _hidden(chunk: _Chunk, intervals: Intervals) -> list[tuple[slice, Tensor]]:
     return hidden
 
 
-def _scores(q: Tensor, k: Tensor, chunk: _Chunk, hidden: list, buffer: Tensor) -> Tensor:
-    """q [rows * G, D] scaled, k [Sk, D] -> [rows * G, hi - lo] in the buffer, -inf where hidden."""
+def _scores(
+    q: Tensor, k: Tensor, softcap: float, chunk: _Chunk, hidden: list, buffer: Tensor, slope_buffer: Tensor | None = None
+) -> Tensor:
+    """q [rows * G, D] scaled, k [Sk, D] -> [rows * G, hi - lo] in the buffer, capped, -inf where hidden. slope_buffer gets the
+    derivative of the capped scores by the others, in the same order."""
     num_rows, num_keys = q.shape[0], chunk.hi - chunk.lo
     scores = torch.mm(q, k[chunk.lo : chunk.hi].t(), out=buffer[: num_rows * num_keys].view(num_rows, num_keys))
+    if softcap:
+        scores.mul_(1.0 / softcap)
+        if slope_buffer is not None:
+            # 1 - tanh^2 by cosh, as in reference.sech_squared
+            torch.cosh(scores, out=slope_buffer[: scores.numel()].view_as(scores)).reciprocal_().square_()
+        scores.tanh_().mul_(softcap)
     for columns, mask in hidden:
         scores.view(mask.shape[0], -1, num_keys)[..., columns].masked_fill_(mask, -torch.inf)
     return scores

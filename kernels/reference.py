@@ -5,11 +5,13 @@ visits: DESIGN.md, Note [Folding]. The backward takes the merged lse, so that vi
 Note [Backward needs only the merged lse]. It makes [B, Hq, Sq, Sk] tensors: for tests, small lengths and float64. The other
 backends promise the same contract.
 
-Shapes: q, dout [B, Sq, Hq, D]; k, v [B, Sk, Hkv, D]; any strides; query head h reads kv head h // (Hq // Hkv).
-acc = accumulate_dtype(q.dtype): float32, or float64 for float64. lse is the natural log. Sq = 0 and Sk = 0 are legal.
+Shapes: q [B, Sq, Hq, D]; k [B, Sk, Hkv, D]; v [B, Sk, Hkv, Dv]; out, dout [B, Sq, Hq, Dv]; any strides, any D and Dv; query head h
+reads kv head h // (Hq // Hkv). acc = accumulate_dtype(q.dtype): float32, or float64 for float64. lse is the natural log. Sq = 0
+and Sk = 0 are legal. softcap c > 0 bounds the scores: c * tanh(score / c), before the mask; 0.0 leaves them.
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -22,7 +24,9 @@ name = "reference"
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def unavailable(device: torch.device, dtype: torch.dtype, head_dim: int, deterministic: bool) -> str | None:
+def unavailable(
+    device: torch.device, dtype: torch.dtype, head_dim: int, deterministic: bool, head_dim_v: int | None = None
+) -> str | None:
     return None if dtype in _DTYPES else f"dtype {dtype}, takes float16, bfloat16, float32 and float64"
 
 
@@ -34,21 +38,24 @@ def warmup(*_args: object, **_kwargs: object) -> None:
 def forward(
     q: Tensor,  # IN    [B, Sq, Hq, D]
     k: Tensor,  # IN    [B, Sk, Hkv, D]
-    v: Tensor,  # IN    [B, Sk, Hkv, D]
+    v: Tensor,  # IN    [B, Sk, Hkv, Dv]
     intervals: Intervals,
     *,
     softmax_scale: float,
-    state: Tensor | None,  # INOUT [B, Sq, Hq, D] acc; running output. None: first and last visit in one
+    softcap: float = 0.0,
+    state: Tensor | None,  # INOUT [B, Sq, Hq, Dv] acc; running output. None: first and last visit in one
     lse: Tensor,  # INOUT [B, Hq, Sq] acc
-    out: Tensor | None,  # OUT   [B, Sq, Hq, D] q.dtype; given in the last visit, which then need not write state
+    out: Tensor | None,  # OUT   [B, Sq, Hq, Dv] q.dtype; given in the last visit, which then need not write state
     first: bool,  # state and lse are written, not read
+    spare_sms: int = 0,  # nothing here to spare: no persistent grid
 ) -> None:
     """Fold softmax(softmax_scale * q k^T) v over the visit's intervals into (state, lse). A row without keys adds nothing:
     in the first visit it gets output 0 and lse -inf."""
     check_shapes(q, k, v, intervals)
+    check_softcap(softcap)
     acc = accumulate_dtype(q.dtype)
     with exact_matmul(q.device.type):
-        scores, allowed = _scores(q, k, intervals, softmax_scale)
+        scores, _, allowed = _scores(q, k, intervals, softmax_scale, softcap)
         visit_lse = _logsumexp(scores)  # [B, Hq, Sq]
         # Selection, not multiplication: in an empty row the exponent is -inf - -inf.
         p = torch.exp(scores - visit_lse[..., None]).masked_fill(~allowed, 0.0)
@@ -68,33 +75,36 @@ def forward(
 
 @torch.no_grad()
 def backward(
-    dout: Tensor,  # IN    [B, Sq, Hq, D] q.dtype
+    dout: Tensor,  # IN    [B, Sq, Hq, Dv] q.dtype
     q: Tensor,  # IN    [B, Sq, Hq, D]
     k: Tensor,  # IN    [B, Sk, Hkv, D]
-    v: Tensor,  # IN    [B, Sk, Hkv, D]
+    v: Tensor,  # IN    [B, Sk, Hkv, Dv]
     lse: Tensor,  # IN    [B, Hq, Sq] acc; merged over all visits. Rows with -inf contribute nothing
     delta: Tensor,  # IN    [B, Hq, Sq] acc
     intervals: Intervals,
     *,
     softmax_scale: float,
+    softcap: float = 0.0,
     dq: Tensor,  # INOUT [B, Sq, Hq, D] acc
     dk: Tensor,  # INOUT [B, Sk, Hkv, D] acc
-    dv: Tensor,  # INOUT [B, Sk, Hkv, D] acc
+    dv: Tensor,  # INOUT [B, Sk, Hkv, Dv] acc
     accumulate_dq: bool,  # True: added to dq; False: every row is written
     accumulate_dkv: bool,  # the same for dk and dv
     deterministic: bool,
+    spare_sms: int = 0,  # nothing here to spare: no persistent grid
 ) -> None:
     """The visit's part of dq, dk and dv. Bitwise the same from run to run, whatever `deterministic` says."""
     check_shapes(q, k, v, intervals)
+    check_softcap(softcap)
     acc = accumulate_dtype(q.dtype)
     q_acc, k_acc, v_acc, dout_acc = q.to(acc), k.to(acc), v.to(acc), dout.to(acc)
     num_heads, num_kv_heads = q.shape[2], k.shape[2]
     with exact_matmul(q.device.type):
-        scores, allowed = _scores(q, k, intervals, softmax_scale)
+        scores, slope, allowed = _scores(q, k, intervals, softmax_scale, softcap)
         allowed = allowed & (lse != -torch.inf)[..., None]
         p = torch.exp(scores - lse[..., None]).masked_fill(~allowed, 0.0)
         dp = torch.einsum("bqhd,bkhd->bhqk", dout_acc, _query_heads(v_acc, num_heads))
-        ds = (p * (dp - delta[..., None])).masked_fill(~allowed, 0.0) * softmax_scale
+        ds = (p * (dp - delta[..., None]) * slope).masked_fill(~allowed, 0.0) * softmax_scale
         visit_dq = torch.einsum("bhqk,bkhd->bqhd", ds, _query_heads(k_acc, num_heads))
         visit_dk = _sum_groups(torch.einsum("bhqk,bqhd->bkhd", ds, q_acc), num_kv_heads)
         visit_dv = _sum_groups(torch.einsum("bhqk,bqhd->bkhd", p, dout_acc), num_kv_heads)
@@ -108,7 +118,7 @@ def backward(
 
 @torch.no_grad()
 def delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
-    """rowsum(dout * out) - dlse: [B, Hq, Sq] acc, contiguous. dout, out [B, Sq, Hq, D], out merged over all visits; dlse
+    """rowsum(dout * out) - dlse: [B, Hq, Sq] acc, contiguous. dout, out [B, Sq, Hq, Dv], out merged over all visits; dlse
     [B, Hq, Sq] is the gradient that arrives at lse (d lse / d score = p, so it enters where delta is subtracted)."""
     acc = accumulate_dtype(dout.dtype)
     rows = (dout.to(acc) * out.to(acc)).sum(-1).transpose(1, 2)
@@ -116,7 +126,7 @@ def delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two disjoint sets of keys from its results over each: out [B, S, H, D], lse [B, H, S], acc.
+    """Attention over two disjoint sets of keys from its results over each: out [B, S, H, Dv], lse [B, H, S], acc.
 
     No gap between the two overflows (both exponents are <= 0). -inf means "no key": (x, -inf) gives x bit for bit, and
     (-inf, -inf) gives (0, -inf). Differentiable, without NaN, in those cases too.
@@ -135,13 +145,26 @@ def _weighted(out: Tensor, weight: Tensor) -> Tensor:
     return out * weight.transpose(1, 2)[..., None]
 
 
-def _scores(q: Tensor, k: Tensor, intervals: Intervals, softmax_scale: float) -> tuple[Tensor, Tensor]:
-    """scores [B, Hq, Sq, Sk] acc with -inf where a pair is not allowed; allowed [Sq, Sk] bool."""
+def _scores(
+    q: Tensor, k: Tensor, intervals: Intervals, softmax_scale: float, softcap: float
+) -> tuple[Tensor, Tensor | float, Tensor]:
+    """scores [B, Hq, Sq, Sk] acc, capped, with -inf where a pair is not allowed; their derivative by the uncapped ones (the same
+    shape, or 1.0); allowed [Sq, Sk] bool."""
     acc = accumulate_dtype(q.dtype)
     keys = torch.arange(k.shape[1], device=q.device)
     allowed = (keys >= intervals.k_lo[:, None]) & (keys < intervals.k_hi[:, None])
     scores = torch.einsum("bqhd,bkhd->bhqk", q.to(acc), _query_heads(k.to(acc), q.shape[2])) * softmax_scale
-    return scores.masked_fill(~allowed, -torch.inf), allowed
+    slope = 1.0
+    if softcap:
+        scores = scores / softcap
+        slope = sech_squared(scores)
+        scores = softcap * torch.tanh(scores)
+    return scores.masked_fill(~allowed, -torch.inf), slope, allowed
+
+
+def sech_squared(x: Tensor) -> Tensor:
+    """1 - tanh(x)^2 without its cancellation where tanh is near 1 (cosh overflows to inf, which gives the 0 wanted)."""
+    return torch.cosh(x).reciprocal_().square_()
 
 
 def _logsumexp(scores: Tensor) -> Tensor:
@@ -163,12 +186,18 @@ def _sum_groups(x: Tensor, num_kv_heads: int) -> Tensor:
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor, intervals: Intervals) -> None:
     """Raises ValueError when q, k, v and the intervals do not belong together."""
-    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
-        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: want [B, Sq, Hq, D] and twice "
-                         "[B, Sk, Hkv, D], with Hq a multiple of Hkv")
+    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
+        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: want [B, Sq, Hq, D], [B, Sk, Hkv, D] and "
+                         "[B, Sk, Hkv, Dv], with Hq a multiple of Hkv")
     if (intervals.num_q, intervals.num_k) != (q.shape[1], k.shape[1]):
         raise ValueError(f"intervals of {intervals.num_q} x {intervals.num_k} rows for q of {q.shape[1]} and k of "
                          f"{k.shape[1]} rows")
+
+
+def check_softcap(softcap: float) -> None:
+    """Raises ValueError for what is neither 0 (no cap) nor a finite positive number."""
+    if not 0.0 <= softcap < math.inf:
+        raise ValueError(f"softcap={softcap}: want a finite number >= 0 (0: none)")
 
 
 @contextmanager

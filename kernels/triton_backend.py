@@ -23,13 +23,16 @@ MAX_HEAD_DIM = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def unavailable(device: torch.device, dtype: torch.dtype, head_dim: int, deterministic: bool) -> str | None:
-    """Why these kernels cannot run on this device, dtype and head_dim, or None. Every case has a deterministic variant."""
+def unavailable(
+    device: torch.device, dtype: torch.dtype, head_dim: int, deterministic: bool, head_dim_v: int | None = None
+) -> str | None:
+    """Why these kernels cannot run on this device, dtype and head dims, or None. Every case has a deterministic variant."""
     device = torch.device(device)
     if dtype not in DTYPES:
         return f"dtype {dtype}: supported are float16, bfloat16 and float32"
-    if not 1 <= head_dim <= MAX_HEAD_DIM:
-        return f"head_dim {head_dim}: supported are 1 to {MAX_HEAD_DIM}"
+    for label, dim in (("head_dim", head_dim), ("head_dim_v", head_dim if head_dim_v is None else head_dim_v)):
+        if not 1 <= dim <= MAX_HEAD_DIM:
+            return f"{label} {dim}: supported are 1 to {MAX_HEAD_DIM}"
     if device.type == "cpu":
         return interpreter_problem() if INTERPRETED else "needs a GPU (on CPU only its interpreter: TRITON_INTERPRET=1)"
     if device.type != "cuda":
@@ -50,6 +53,11 @@ def _tile(x: Tensor, kind: str) -> Tile:
     return tile_for("interpreter" if INTERPRETED else arch_of(x.device), x.shape[-1], kind, x.dtype)
 
 
+def _not_yet(q: Tensor, v: Tensor, softcap: float) -> None:
+    if softcap or q.shape[-1] != v.shape[-1]:
+        raise NotImplementedError("kernel='triton': softcap and a head_dim_v other than head_dim")
+
+
 @torch.no_grad()
 def forward(
     q: Tensor,  # IN    [B, Sq, Hq, D], any strides
@@ -58,15 +66,18 @@ def forward(
     intervals: Intervals,
     *,
     softmax_scale: float,
+    softcap: float = 0.0,
     state: Tensor | None,  # INOUT [B, Sq, Hq, D] fp32, last stride 1
     lse: Tensor,  # INOUT [B, Hq, Sq] fp32, natural log, last stride 1
     out: Tensor | None,  # OUT   [B, Sq, Hq, D] input dtype, last stride 1
     first: bool,
+    spare_sms: int = 0,  # nothing here to spare: no persistent grid
 ) -> None:
     """Fold one visit into (state, lse), or on the last visit into out. Rows that saw nothing give 0 and -inf.
 
     first: state and lse are written, never read. out given: the last visit; state is then left as it was.
     """
+    _not_yet(q, v, softcap)
     with _on(q):
         _forward(
             q, k, v, intervals, softmax_scale=softmax_scale, state=state, lse=lse, out=out, first=first, tile=_tile(q, "forward"))
@@ -83,15 +94,18 @@ def backward(
     intervals: Intervals,
     *,
     softmax_scale: float,
+    softcap: float = 0.0,
     dq: Tensor,  # OUT / INOUT [B, Sq, Hq, D] fp32, last stride 1
     dk: Tensor,  # OUT / INOUT [B, Sk, Hkv, D] fp32, last stride 1
     dv: Tensor,  # OUT / INOUT [B, Sk, Hkv, D] fp32, last stride 1
     accumulate_dq: bool,
     accumulate_dkv: bool,
     deterministic: bool,
+    spare_sms: int = 0,  # nothing here to spare: no persistent grid
 ) -> None:
     """This visit's share of dq, dk, dv. Not accumulating: every row is written and nothing is read. Rows whose lse is -inf give
     nothing. deterministic: no atomics, two kernels."""
+    _not_yet(q, v, softcap)
     for label, x in (("dq", dq), ("dk", dk), ("dv", dv)):
         require_rows_last(label, x)
     if 0 in q.shape or 0 in k.shape or intervals.is_empty:
@@ -134,6 +148,7 @@ def delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
 def warmup(
     dtype: torch.dtype, head_dim: int, device: torch.device | str, *,
     batch: int = 1, num_heads: int = 2, num_kv_heads: int = 1, deterministic: bool = False,
+    head_dim_v: int | None = None, softcap: float = 0.0,
 ) -> None:
     """Compile every variant of a run by launching it on a few rows: first / fold / last visits, and the backward with and without
     accumulating. Before the first collective, on every rank: a compile in mid-run looks like a hang to the peers.
@@ -143,6 +158,8 @@ def warmup(
     the batch stride depends on the number of rows too, and a variant may be left for later.)
     """
     device = torch.device(device)
+    if softcap or head_dim_v not in (None, head_dim):
+        raise NotImplementedError("kernel='triton': softcap and a head_dim_v other than head_dim")
     rows = 16
     q = torch.zeros((batch, rows, num_heads, head_dim), dtype=dtype, device=device)
     bounds = torch.zeros(rows, dtype=torch.int32), torch.full((rows,), rows, dtype=torch.int32)
