@@ -14,16 +14,52 @@ from ringflash.mask import Mask
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def refuse_later_options(softcap: float, sinks: Any, rotate: str) -> None:
-    """NotImplementedError, by name, for options that exist in the signature only."""
-    if softcap != 0.0:
-        raise NotImplementedError(f"softcap={softcap}: not built yet; only 0.0 (none)")
-    if sinks is not None:
-        raise NotImplementedError("sinks: attention sinks are not built yet; only None")
+# The scores are capped in fp32: beyond these, or between 0 and the smaller one, its exponents end.
+_SOFTCAP_RANGE = (1e-30, 1e30)
+
+
+def check_rotate(rotate: Any) -> None:
+    """NotImplementedError, by name, for what exists in the signature only."""
     if rotate != "auto":
         if rotate in ("kv", "q"):
             raise NotImplementedError(f"rotate={rotate!r}: the plan chooses what travels; only 'auto' is built yet")
         raise ValueError(f"rotate={rotate!r}: unknown; valid: auto")
+
+
+def read_softcap(softcap: Any) -> float:
+    """ValueError for what is no number; its size is for check_softcap."""
+    try:
+        return float(softcap)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"softcap={softcap!r}: must be a finite number >= 0, where 0.0 means none") from None
+
+
+def check_softcap(softcap: float) -> None:
+    """Apart from read_softcap: while a graph is traced, it may not be a number yet."""
+    low, high = _SOFTCAP_RANGE
+    if softcap == 0.0 or low <= softcap <= high:
+        return
+    nearest = "0.0" if not softcap > 0.0 else f"0.0, {low}" if softcap < low else f"{high}, 0.0"
+    raise ValueError(f"softcap={softcap}: must be a finite number >= 0, where 0.0 means none, and else from {low} to {high}; "
+                     f"nearest valid: {nearest}")
+
+
+def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    """ValueError unless sinks is None or one number per query head of q [B, S, Hq, D]. Its values are not looked at: on a GPU
+    that would be a host sync per call."""
+    if sinks is None:
+        return
+    num_heads = q.shape[2]
+    if not isinstance(sinks, Tensor):
+        raise ValueError(f"sinks: must be a torch.Tensor [Hq] = [{num_heads}], or None, got {type(sinks).__name__}")
+    if sinks.is_nested or sinks.layout != torch.strided:
+        raise ValueError(f"sinks: must be a dense tensor, not nested or sparse ({sinks.layout})")
+    if sinks.ndim != 1 or sinks.shape[0] != num_heads:
+        raise ValueError(f"sinks: shape {tuple(sinks.shape)}; must be one logit per query head of q, [Hq] = ({num_heads},)")
+    if sinks.dtype not in _DTYPES:
+        raise ValueError(f"sinks.dtype={sinks.dtype}: must be one of {', '.join(map(str, _DTYPES))}")
+    if sinks.device != q.device:
+        raise ValueError(f"sinks: on {sinks.device}, but q is on {q.device}; move it there")
 
 
 def read_options(softmax_scale: Any, head_dim: int, kernel: Any, exchange: Any, deterministic: Any) -> float:
@@ -93,11 +129,13 @@ def make_layout_k(layout_k: Layout | str | None, layout: Layout, seq_len_k: int,
 
 @dataclass(frozen=True)
 class Call:
-    """The tensors of one call: q [B, Sq, Hq, D], k, v [B, Sk, Hkv, D], local (ring_attention) or global (simulate)."""
+    """The tensors of one call: q [B, Sq, Hq, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv], local (ring_attention) or global
+    (simulate); sinks [Hq] or None."""
 
     q: Tensor
     k: Tensor
     v: Tensor
+    sinks: Tensor | None
     cp_size: int
 
     def choose_mask(self, given: Mask | None, layout: Layout | None) -> Mask:
@@ -113,7 +151,7 @@ class Call:
 
 
 def check_tensors(call: Call) -> None:
-    """ValueError unless q, k and v fit each other; NotImplementedError for a v of another head_dim."""
+    """ValueError unless q, k, v and sinks fit each other."""
     named = {"q": call.q, "k": call.k, "v": call.v}
     for name, x in named.items():
         if not isinstance(x, Tensor):
@@ -136,10 +174,11 @@ def check_tensors(call: Call) -> None:
         raise ValueError(f"k: batch size {k.shape[0]}, but q has {q.shape[0]}")
     if k.shape[3] != q.shape[3] or q.shape[3] == 0:
         raise ValueError(f"k: head_dim {k.shape[3]}, but q has {q.shape[3]}; they must be equal and > 0")
-    if v.shape[3] != k.shape[3]:
-        raise NotImplementedError(f"v: head_dim {v.shape[3]} differs from k's {k.shape[3]}; Dv != D is not built yet")
+    if v.shape[3] == 0:
+        raise ValueError("v: head_dim 0; must be > 0 (it may differ from that of q and k)")
     num_heads, num_kv_heads = q.shape[2], k.shape[2]
     if num_kv_heads == 0 or num_heads == 0 or num_heads % num_kv_heads:
         valid = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
         nearest = sorted(sorted(valid, key=lambda n: abs(n - num_kv_heads))[:3])
         raise ValueError(f"k: num_kv_heads={num_kv_heads} must divide num_heads={num_heads} of q; nearest valid: {nearest}")
+    check_sinks(call.sinks, q)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ringflash.agreement import REFUSALS, agree
-from ringflash.arguments import Call, check_layout_argument, check_tensors, make_mask, read_options, refuse_later_options
+from ringflash.arguments import (
+    Call, check_layout_argument, check_rotate, check_tensors, make_mask, read_options, read_softcap)
 from ringflash.layout import Layout
 from ringflash.mask import Mask
 from ringflash.mesh import rank_and_size, ring_group
@@ -23,40 +24,48 @@ def ring_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over a sequence whose rows are spread over the ranks of a ring (Liu et al. 2023).
 
-    q: [B, S_local, Hq, D]; k, v: [B, Sk_local, Hkv, D]: this rank's shards, rows sorted by global position; fp16, bf16,
-        fp32, or fp64 (kernel "reference"); any strides; Hq a multiple of Hkv, K and V are never repeated. Any number of
-        local rows, also 0.
+    q: [B, S_local, Hq, D]; k: [B, Sk_local, Hkv, D]; v: [B, Sk_local, Hkv, Dv]: this rank's shards, rows sorted by global
+        position; fp16, bf16, fp32, or fp64 (kernel "reference"); any strides; Hq a multiple of Hkv, K and V are never repeated.
+        Any number of local rows, also 0.
     mask: a Mask in global positions. causal, window_size, cu_seqlens: sugar for Mask(...), causal=True unless given; not with
         mask. Without any, the first mask of a Layout applies, or else causal.
     layout, layout_k: which rows the ranks own, of q, and of k and v (None: the same). A name ("contiguous", "zigzag",
         "striped") means equal shards, seq_len = cp_size * S_local; uneven shards need a Layout. With
         Sq != Sk the last query sits at the last key.
     group: ProcessGroup or 1-D DeviceMesh of the ring; None is one rank.
-    softmax_scale: None is D ** -0.5. kernel: "auto", "triton", "cpu", "reference"; exchange: "auto", "nccl", "gloo".
+    softmax_scale: None is D ** -0.5.
+    softcap: c > 0 makes the scores c * tanh(score / c), before the mask; 0.0 is none.
+    sinks: [Hq], one logit per query head that takes its share of every row's softmax and gives nothing to out; any of the dtypes
+        above, replicated over the ring, differentiable: each rank's gradient is its own rows' share, to be summed over the
+        ring as that of any replicated weight. -inf is no sink in that head. Values are not looked at (a host sync): NaN or +inf
+        spoil their head.
+    kernel: "auto", "triton", "cpu", "reference"; exchange: "auto", "nccl", "gloo".
     deterministic: gradients bitwise equal from run to run (out and lse always are).
 
-    Returns out [B, S_local, Hq, D] in q's dtype, and with return_lse also lse [B, Hq, S_local], fp32 (fp64 for fp64), natural
-    log; both differentiable. A row that sees no key has out 0, lse -inf and gradient 0, whatever its memory holds. Gradients have
-    their input's dtype; they accumulate and travel in fp32.
+    Returns out [B, S_local, Hq, Dv] in q's dtype, and with return_lse also lse [B, Hq, S_local], fp32 (fp64 for fp64), natural
+    log; both differentiable. A row that sees no key has out 0, lse -inf and gradient 0, whatever its memory holds; with sinks its
+    lse is the sink, and what arrives at that lse goes to the sink. Gradients have their input's dtype; they accumulate and travel
+    in fp32.
 
     Unless every layout is a Layout made with a group (it carries a token), each call with cp_size > 1 first compares its
     arguments over the ring, in one small collective; the first call on a group always does.
 
-    Raises ValueError for arguments that cannot be, NotImplementedError for those not built yet (softcap, sinks, rotate, a v of
-    another head_dim, 2-D meshes, exchange="copy"), RuntimeError for what this machine or network lacks, or when a peer fails
-    (naming pass, step, hop and peer). With an exchange of arguments, all ranks raise the same error.
+    Raises ValueError for arguments that cannot be, NotImplementedError for those not built yet (rotate, 2-D meshes,
+    exchange="copy"), RuntimeError for what this machine or network lacks, or when a peer fails (naming pass, step, hop and peer).
+    With an exchange of arguments, all ranks raise the same error.
     """
     ring = ring_group(group)
     size = rank_and_size(ring)[1]
     is_agreed = _is_agreed(layout) and (layout_k is None or _is_agreed(layout_k))
     try:
-        refuse_later_options(softcap, sinks, rotate)
-        check_tensors(Call(q, k, v, size))
+        check_rotate(rotate)
+        check_tensors(Call(q, k, v, sinks, size))
         check_layout_argument(layout, "layout")
         if layout_k is not None:
             check_layout_argument(layout_k, "layout_k")
         sugar, chosen = _read_mask(mask, causal, window_size, cu_seqlens)
         scale = read_options(softmax_scale, q.shape[3], kernel, exchange, deterministic)
+        cap = read_softcap(softcap)
     except REFUSALS as error:
         # The others are on their way to compare arguments: tell them there.
         if size > 1 and not is_agreed:
@@ -68,11 +77,12 @@ def ring_attention(
         masks=[] if isinstance(layout, str) else [allowed.spec for allowed in layout.masks],
         layout_k=layout_k.spec if isinstance(layout_k, Layout) else None,
         layout_k_kind=layout_k if isinstance(layout_k, str) else "",
-        softmax_scale=scale, group_name="" if ring is None else ring.group_name, kernel=kernel, exchange=exchange,
+        softmax_scale=scale, softcap=cap, group_name="" if ring is None else ring.group_name, kernel=kernel, exchange=exchange,
         deterministic=deterministic, is_agreed=is_agreed,
         # A rank that runs no backward leaves the others waiting in theirs. Asked here: inside an op there is no grad mode.
-        needs_gradients=torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)))
-    out, lse = attention_forward(q, k, v, *arguments.flatten())
+        needs_gradients=torch.is_grad_enabled() and any(
+            x is not None and x.requires_grad for x in (q, k, v, sinks)))
+    out, lse = attention_forward(q, k, v, sinks, *arguments.flatten())
     return (out, lse) if return_lse else out
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringflash.agreement import REFUSALS, agree, layout_fields, mask_field
-from ringflash.arguments import Call, check_scale, check_tensors, make_layout, make_layout_k
+from ringflash.arguments import Call, check_scale, check_softcap, check_tensors, make_layout, make_layout_k
 from ringflash.kernels.dispatch import Backend, accumulate_dtype, select
 from ringflash.layout import Layout
 from ringflash.mask import Mask
@@ -30,7 +30,8 @@ from ringflash.ring.plan import Plan, build_plan
 _RING_ARGUMENTS = (
     "Tensor? mask, int causal, int left, int right, Tensor? layout, str layout_kind, Tensor[] masks, Tensor? layout_k, "
     "str layout_k_kind, "
-    "float softmax_scale, str group_name, str kernel, str exchange, bool deterministic, bool is_agreed, bool needs_gradients")
+    "float softmax_scale, float softcap, str group_name, str kernel, str exchange, bool deterministic, bool is_agreed, "
+    "bool needs_gradients")
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class RingArguments:
     layout_k: Tensor | None
     layout_k_kind: str
     softmax_scale: float
+    softcap: float
     group_name: str
     kernel: str
     exchange: str
@@ -81,12 +83,13 @@ def _layout_of(spec: tuple[int, ...], masks: tuple[Mask, ...] | None) -> Layout:
     return Layout.from_spec(torch.tensor(spec, dtype=torch.int64), masks)
 
 
-def _resolve(q: Tensor, k: Tensor, v: Tensor, a: RingArguments, group: dist.ProcessGroup | None, rank: int, size: int) -> _Ring:
+def _resolve(call: Call, a: RingArguments, group: dist.ProcessGroup | None, rank: int) -> _Ring:
     """Validate everything; the one place where the arguments of ring_attention become a plan and a kernel."""
     check_exchange(a.exchange)
-    call = Call(q, k, v, size)
     check_tensors(call)
     check_scale(a.softmax_scale)
+    check_softcap(a.softcap)
+    q, k, size = call.q, call.k, call.cp_size
     by_name = a.layout is None
     if by_name:
         layout = make_layout(a.layout_kind, size * q.shape[1], size, "layout")
@@ -104,7 +107,8 @@ def _resolve(q: Tensor, k: Tensor, v: Tensor, a: RingArguments, group: dist.Proc
     if a.causal >= 0:
         given = Mask(causal=bool(a.causal), window_size=(a.left, a.right))
     mask = call.choose_mask(given, None if by_name else layout)
-    backend = select(a.kernel, device=q.device, dtype=q.dtype, head_dim=q.shape[3], deterministic=a.deterministic)
+    backend = select(a.kernel, device=q.device, dtype=q.dtype, head_dim=q.shape[3], deterministic=a.deterministic,
+                     head_dim_v=call.v.shape[3])
     if size > 1:
         check_carrier(a.exchange, group, q.device)
     return _Ring(build_plan(mask, layout, layout_k), layout, layout_k, mask, backend)
@@ -115,13 +119,17 @@ def _brief(lengths: list[int]) -> str:
     return shown if len(lengths) <= 8 else f"{shown}, ..."
 
 
-def _fields(q: Tensor, k: Tensor, v: Tensor, a: RingArguments, ring: _Ring) -> dict[str, object]:
+def _fields(call: Call, a: RingArguments, ring: _Ring) -> dict[str, object]:
     """What all ranks must share. Local rows are implied by the layouts."""
+    q, k, v, sinks = call.q, call.k, call.v, call.sinks
     return {
         "q.dtype": q.dtype, "q.device": q.device.type, "q [B, Hq, D]": (q.shape[0], q.shape[2], q.shape[3]),
-        "k [B, Hkv, D]": (k.shape[0], k.shape[2], k.shape[3]), "mask": mask_field(ring.mask), **layout_fields(ring.layout),
-        "layout_k": (ring.layout_k.kind, ring.layout_k.seq_len), "softmax_scale": a.softmax_scale, "kernel": ring.backend.name,
-        "exchange": a.exchange, "deterministic": a.deterministic, "needs gradients": a.needs_gradients,
+        "k [B, Hkv, D]": (k.shape[0], k.shape[2], k.shape[3]), "v [Dv]": v.shape[3],
+        "sinks": "none" if sinks is None else f"{tuple(sinks.shape)} {sinks.dtype}",
+        "mask": mask_field(ring.mask), **layout_fields(ring.layout),
+        "layout_k": (ring.layout_k.kind, ring.layout_k.seq_len), "softmax_scale": a.softmax_scale, "softcap": a.softcap,
+        "kernel": ring.backend.name, "exchange": a.exchange, "deterministic": a.deterministic,
+        "needs gradients": a.needs_gradients,
     }
 
 
@@ -132,44 +140,57 @@ _compared: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
 
 @torch.library.custom_op(
     "ringflash::attention_forward", mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {_RING_ARGUMENTS}) -> (Tensor, Tensor)")
-def attention_forward(q, k, v, *arguments):
-    """q [B, S_local, Hq, D], k, v [B, Sk_local, Hkv, D] -> out like q (contiguous), lse [B, Hq, S_local] acc dtype."""
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {_RING_ARGUMENTS}) -> (Tensor, Tensor)")
+def attention_forward(q, k, v, sinks, *arguments):
+    """q [B, S_local, Hq, D], k [B, Sk_local, Hkv, D], v [B, Sk_local, Hkv, Dv], sinks [Hq] or None -> out [B, S_local, Hq, Dv]
+    (contiguous) in q's dtype, lse [B, Hq, S_local] acc dtype."""
     a = RingArguments(*arguments)
     group, rank, size = group_by_name(a.group_name)
+    call = Call(q, k, v, sinks, size)
     ring = problem = None
     try:
-        ring = _resolve(q, k, v, a, group, rank, size)
+        ring = _resolve(call, a, group, rank)
     except REFUSALS as error:
         problem = error
     if size > 1 and (not a.is_agreed or group not in _compared):
         # Unconditional: a check that some rank may skip is a hang. (The first call on a group is the first on all its ranks.)
-        agree(group, "ring_attention", {} if ring is None else _fields(q, k, v, a, ring), problem=problem)
+        agree(group, "ring_attention", {} if ring is None else _fields(call, a, ring), problem=problem)
         _compared.add(group)
     elif problem is not None:
         raise problem
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulate_dtype(q.dtype), device=q.device)
+    out, lse = empty_outputs(q, v)
     loop.drive(loop.forward(ring.plan, rank, q, k, v, ring.backend, _carrier(group, size, "forward", q.device),
-                            softmax_scale=a.softmax_scale, out=out, lse=lse))
+                            softmax_scale=a.softmax_scale, softcap=a.softcap, sinks=sinks, out=out, lse=lse))
     return out, lse
 
 
 @torch.library.custom_op(
     "ringflash::attention_backward", mutates_args=(),
-    schema="(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-           f"{_RING_ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
-def attention_backward(dout, dlse, q, k, v, out, lse, *arguments):
-    """dout, out like q, lse and dlse [B, Hq, S_local] -> dq, dk, dv like q, k, v (contiguous). The forward agreed on
-    everything."""
+    schema="(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor out, Tensor lse, "
+           f"{_RING_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)")
+def attention_backward(dout, dlse, q, k, v, sinks, out, lse, *arguments):
+    """dout, out [B, S_local, Hq, Dv], lse and dlse [B, Hq, S_local] -> dq, dk, dv like q, k, v (contiguous), dsinks like sinks,
+    [0] without. The forward agreed on everything."""
     a = RingArguments(*arguments)
     group, rank, size = group_by_name(a.group_name)
-    ring = _resolve(q, k, v, a, group, rank, size)
+    ring = _resolve(Call(q, k, v, sinks, size), a, group, rank)
     gradients: list[Tensor] = []
     loop.drive(loop.backward(
         ring.plan, rank, dout, dlse, q, k, v, out, lse, ring.backend, _carrier(group, size, "backward", q.device),
-        softmax_scale=a.softmax_scale, deterministic=a.deterministic, gradients=gradients))
-    return tuple(gradients)
+        softmax_scale=a.softmax_scale, softcap=a.softcap, sinks=sinks, deterministic=a.deterministic, gradients=gradients))
+    dq, dk, dv, *dsinks = gradients
+    # An op cannot return an optional tensor.
+    return dq, dk, dv, _empty_sinks(q, sinks) if sinks is None else dsinks[0].to(sinks.dtype)
+
+
+def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """out [B, S, Hq, Dv] in q's dtype, contiguous, lse [B, Hq, S] in the accumulator dtype; contents undefined."""
+    batch, rows, heads, _ = q.shape
+    return q.new_empty((batch, rows, heads, v.shape[3])), q.new_empty((batch, heads, rows), dtype=accumulate_dtype(q.dtype))
+
+
+def _empty_sinks(q: Tensor, sinks: Tensor | None) -> Tensor:
+    return q.new_empty((0,)) if sinks is None else sinks.new_empty(sinks.shape)
 
 
 class _NoExchange:
@@ -187,38 +208,38 @@ def _carrier(group: dist.ProcessGroup | None, size: int, pass_: str, device: tor
 
 
 @attention_forward.register_fake
-def _(q, k, v, *arguments):
-    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulate_dtype(q.dtype))
-    return q.new_empty(q.shape), lse
+def _(q, k, v, sinks, *arguments):
+    return empty_outputs(q, v)
 
 
 @attention_backward.register_fake
-def _(dout, dlse, q, k, v, out, lse, *arguments):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _(dout, dlse, q, k, v, sinks, out, lse, *arguments):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), _empty_sinks(q, sinks)
 
 
 _TENSORS = ("mask", "layout", "layout_k")
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, *arguments = inputs
+    q, k, v, sinks, *arguments = inputs
     a = RingArguments(*arguments)
     # Tensors have to be saved as such: those of a traced call live in its graph.
-    ctx.save_for_backward(q, k, v, *output, *(getattr(a, name) for name in _TENSORS), *a.masks)
+    ctx.save_for_backward(q, k, v, sinks, *output, *(getattr(a, name) for name in _TENSORS), *a.masks)
     ctx.plain = {name: getattr(a, name) for name in a.__dataclass_fields__ if name not in (*_TENSORS, "masks")}
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, dout, dlse):
-    q, k, v, out, lse, mask, layout, layout_k, *masks = ctx.saved_tensors
+    q, k, v, sinks, out, lse, mask, layout, layout_k, *masks = ctx.saved_tensors
     if dout is None and dlse is not None:
         dout = torch.zeros_like(out)
     a = RingArguments(mask=mask, layout=layout, layout_k=layout_k, masks=masks, **ctx.plain)
     # No gradient for a list of tensors is a list of Nones; for an empty list, an empty one.
     nothing = tuple([None] * len(masks) if name == "masks" else None for name in a.__dataclass_fields__)
     if dout is None and dlse is None:
-        return None, None, None, *nothing
-    return *attention_backward(dout, dlse, q, k, v, out, lse, *a.flatten()), *nothing
+        return None, None, None, None, *nothing
+    dq, dk, dv, dsinks = attention_backward(dout, dlse, q, k, v, sinks, out, lse, *a.flatten())
+    return dq, dk, dv, None if sinks is None else dsinks, *nothing
 
 
 attention_forward.register_autograd(_backward, setup_context=_setup_context)

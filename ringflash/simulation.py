@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from ringflash.arguments import (
-    Call, check_scale, check_tensors, make_layout, make_layout_k, make_mask, read_options, refuse_later_options)
-from ringflash.kernels.dispatch import Backend, accumulate_dtype, select
+    Call, check_rotate, check_scale, check_softcap, check_tensors, make_layout, make_layout_k, make_mask, read_options,
+    read_softcap)
+from ringflash.kernels.dispatch import Backend, select
 from ringflash.layout import Layout
 from ringflash.mask import Mask
+from ringflash.ops import empty_outputs
 from ringflash.ring import loop
 from ringflash.ring.exchange import check_exchange
 from ringflash.ring.loopback import Loopback, drive_all
@@ -30,21 +32,23 @@ def simulate(
     """Ring attention over cp_size ranks that all live in this process: same plan, loop and kernels, and the same bits, as a real
     ring.
 
-    q [B, Sq, Hq, D], k, v [B, Sk, Hkv, D]: global tensors. Returns out [B, Sq, Hq, D], and with return_lse also lse [B, Hq, Sq]
-    (fp32, natural log), both differentiable, as one autograd node. A layout by name means Layout(name, S, cp_size), for any S;
-    layout_k=None is the layout of q, for the length of k. All other options are those of ring_attention; exchange is "auto", as
-    nothing leaves the process. order: steps the ranks in random order, which must not change a bit (for tests).
+    q [B, Sq, Hq, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv]: global tensors. Returns out [B, Sq, Hq, Dv], and with return_lse
+    also lse [B, Hq, Sq] (fp32, natural log), both differentiable, as one autograd node. A layout by name means
+    Layout(name, S, cp_size), for any S; layout_k=None is the layout of q, for the length of k. The gradient of sinks [Hq] is
+    that of all rows. All other options are those of ring_attention; exchange is "auto", as nothing leaves the process. order:
+    steps the ranks in random order, which must not change a bit (for tests).
 
     Raises ValueError, NotImplementedError or RuntimeError as ring_attention does.
     """
-    refuse_later_options(softcap, sinks, rotate)
+    check_rotate(rotate)
     check_exchange(exchange)
     if exchange != "auto":
         raise ValueError(f"exchange={exchange!r}: simulate() runs in one process and uses no network; only 'auto' is valid")
-    call = Call(q, k, v, cp_size)
+    call = Call(q, k, v, sinks, cp_size)
     check_tensors(call)
-    scale = read_options(softmax_scale, q.shape[3], kernel, exchange, deterministic)
+    scale, cap = read_options(softmax_scale, q.shape[3], kernel, exchange, deterministic), read_softcap(softcap)
     check_scale(scale)
+    check_softcap(cap)
     given = make_mask(mask, causal, window_size, cu_seqlens)
     full = make_layout(layout, q.shape[1], cp_size, "layout")
     keys = make_layout_k(layout_k, full, k.shape[1], by_name=isinstance(layout, str))
@@ -52,9 +56,10 @@ def simulate(
         if tensor.shape[1] != value.seq_len:
             raise ValueError(f"{name} has {tensor.shape[1]} rows, but its layout has seq_len={value.seq_len}")
     chosen = call.choose_mask(given, None if isinstance(layout, str) else full)
-    backend = select(kernel, device=q.device, dtype=q.dtype, head_dim=q.shape[3], deterministic=deterministic)
-    ring = SimulatedRing(build_plan(chosen, full, keys), full, keys, backend, scale, deterministic, order)
-    out, lse = _Simulate.apply(q, k, v, ring)
+    backend = select(kernel, device=q.device, dtype=q.dtype, head_dim=q.shape[3], deterministic=deterministic,
+                     head_dim_v=v.shape[3])
+    ring = SimulatedRing(build_plan(chosen, full, keys), full, keys, backend, scale, deterministic, order, softcap=cap)
+    out, lse = _Simulate.apply(q, k, v, sinks, ring)
     return (out, lse) if return_lse else out
 
 
@@ -70,24 +75,26 @@ class SimulatedRing:
     deterministic: bool = False
     order: random.Random | None = None
     loopback: type[Loopback] = Loopback
+    softcap: float = 0.0
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Global q [B, Sq, Hq, D], k, v [B, Sk, Hkv, D] -> out [B, Sq, Hq, D] input dtype, lse [B, Hq, Sq] acc dtype."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Global q [B, Sq, Hq, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv], sinks [Hq] -> out [B, Sq, Hq, Dv] input dtype, lse
+        [B, Hq, Sq] acc dtype."""
         shared = self.loopback("forward")
         shards, loops = [], []
         for rank in range(self.plan.cp_size):
             q_local = _take(q, self.layout, rank)
             k_local, v_local = (_take(x, self.layout_k, rank) for x in (k, v))
-            out, lse = empty_outputs(q_local)
+            out, lse = empty_outputs(q_local, v)
             shards.append((out, lse))
             loops.append(loop.forward(self.plan, rank, q_local, k_local, v_local, self.backend, shared.carrier(rank),
-                                      softmax_scale=self.softmax_scale, out=out, lse=lse))
+                                      softmax_scale=self.softmax_scale, softcap=self.softcap, sinks=sinks, out=out, lse=lse))
         drive_all(loops, self.order)
         return self._join([out for out, _ in shards], self.layout), self._join([lse for _, lse in shards], self.layout, dim=2)
 
     def backward(self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-                 lse: Tensor) -> list[Tensor]:
-        """Global dq, dk, dv in the input dtype."""
+                 lse: Tensor, sinks: Tensor | None = None) -> list[Tensor]:
+        """Global dq, dk, dv in the input dtype, and with sinks dsinks in theirs."""
         shared = self.loopback("backward")
         shards: list[list[Tensor]] = []
         loops = []
@@ -98,10 +105,14 @@ class SimulatedRing:
             shards.append([])
             loops.append(loop.backward(
                 self.plan, rank, dout_local, dlse_local, q_local, k_local, v_local, out_local, lse_local, self.backend,
-                shared.carrier(rank), softmax_scale=self.softmax_scale, deterministic=self.deterministic, gradients=shards[rank]))
+                shared.carrier(rank), softmax_scale=self.softmax_scale, softcap=self.softcap, sinks=sinks,
+                deterministic=self.deterministic, gradients=shards[rank]))
         drive_all(loops, self.order)
-        return [self._join([shard[index] for shard in shards], self.layout if index == 0 else self.layout_k)
-                for index in range(3)]
+        whole = [self._join([shard[index] for shard in shards], self.layout if index == 0 else self.layout_k)
+                 for index in range(3)]
+        if sinks is not None:
+            whole.append(sum(shard[3] for shard in shards).to(sinks.dtype))
+        return whole
 
     def _join(self, parts: list[Tensor], layout: Layout, dim: int = 1) -> Tensor:
         if len(parts) == 1:
@@ -118,13 +129,6 @@ class SimulatedRing:
         return whole
 
 
-def empty_outputs(q: Tensor) -> tuple[Tensor, Tensor]:
-    """out [B, S, Hq, D] like q but contiguous, lse [B, Hq, S] in the accumulator dtype; contents undefined."""
-    batch, rows, heads, _ = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    return out, torch.empty((batch, heads, rows), dtype=accumulate_dtype(q.dtype), device=q.device)
-
-
 def _take(x: Tensor, layout: Layout, rank: int, dim: int = 1) -> Tensor:
     """The rows of a rank: a view where they are one range of positions, else a copy."""
     prefix = (slice(None),) * dim
@@ -136,9 +140,9 @@ def _take(x: Tensor, layout: Layout, rank: int, dim: int = 1) -> Tensor:
 
 class _Simulate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: SimulatedRing) -> tuple[Tensor, Tensor]:
-        out, lse = ring.forward(q, k, v)
-        ctx.save_for_backward(q, k, v, out, lse)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: SimulatedRing) -> tuple[Tensor, Tensor]:
+        out, lse = ring.forward(q, k, v, sinks)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.ring = ring
         ctx.set_materialize_grads(False)
         return out, lse
@@ -146,9 +150,10 @@ class _Simulate(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, sinks, out, lse = ctx.saved_tensors
         if dout is None and dlse is None:
-            return None, None, None, None
+            return None, None, None, None, None
         if dout is None:
             dout = torch.zeros_like(out)
-        return (*ctx.ring.backward(dout, dlse, q, k, v, out, lse), None)
+        dq, dk, dv, *dsinks = ctx.ring.backward(dout, dlse, q, k, v, out, lse, sinks)
+        return dq, dk, dv, dsinks[0] if dsinks else None, None

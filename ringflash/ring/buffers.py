@@ -1,8 +1,8 @@
 """Packed blocks of rows on the wire, and the buffers that they live in.
 
-Wire formats: kv [rows, B, Hkv, 2*D] in the input dtype, dkv [rows, B, Hkv, 2*D] in the accumulator dtype; K (dK) fills the first
-D of the last dim, V (dV) the rest. `rows` is a tuple of (start, stop) ranges of local rows of the owner's shard, compacted in
-order.
+Wire formats: kv [rows, B, Hkv, D + Dv] in the input dtype, dkv [rows, B, Hkv, D + Dv] in the accumulator dtype; K (dK) fills the
+first D of the last dim, V (dV) the rest. `rows` is a tuple of (start, stop) ranges of local rows of the owner's shard, compacted
+in order.
 """
 from __future__ import annotations
 
@@ -44,14 +44,13 @@ def locate(held: Rows, wanted: Rows) -> Rows | None:
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of one owner's shard, packed: data [count_rows(rows), B, Hkv, 2*D]."""
+    """Rows of one owner's shard, packed: data [count_rows(rows), B, Hkv, D + Dv]."""
 
     rows: Rows
     data: Tensor
 
-    def split(self) -> tuple[Tensor, Tensor]:
-        """The two halves as the kernels want them: views [B, rows, Hkv, D]."""
-        head_dim = self.data.shape[-1] // 2
+    def split(self, head_dim: int) -> tuple[Tensor, Tensor]:
+        """K and V as the kernels want them: views [B, rows, Hkv, D] and [B, rows, Hkv, Dv]. head_dim: D."""
         flipped = self.data.transpose(0, 1)
         return flipped[..., :head_dim], flipped[..., head_dim:]
 
@@ -81,7 +80,7 @@ class Block:
 
 
 def pack(k: Tensor, v: Tensor, rows: Rows, out: Tensor) -> Block:
-    """Copy rows of k, v [B, S, Hkv, D] into `out` [count_rows(rows), B, Hkv, 2*D]."""
+    """Copy rows of k [B, S, Hkv, D] and v [B, S, Hkv, Dv] into `out` [count_rows(rows), B, Hkv, D + Dv]."""
     head_dim, offset = k.shape[-1], 0
     for start, stop in rows:
         target = out[offset:offset + stop - start]

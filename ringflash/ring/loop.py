@@ -58,8 +58,7 @@ class _Keys:
         self._rank, self._k, self._v = rank, k, v
         self._resident: dict[tuple[int, int], Block] = {}   # (owner, lane) -> block
         self._arriving: dict[tuple[int, int], Block] = {}
-        batch, _, heads, head_dim = k.shape
-        self._pool = BufferPool((batch, heads, 2 * head_dim), k.dtype, k.device)
+        self._pool = BufferPool(_row_shape(k, v), k.dtype, k.device)
         for step in range(_num_steps(plan, pass_)):
             for message in plan.recvs(rank, step, pass_):
                 if message.kind == "kv":
@@ -78,10 +77,11 @@ class _Keys:
         return data
 
     def of(self, visit: Visit) -> tuple[Tensor, Tensor]:
-        """k, v [B, rows, Hkv, D] of a visit."""
+        """k [B, rows, Hkv, D], v [B, rows, Hkv, Dv] of a visit."""
         if visit.is_own:
             return self._k, self._v
-        return self._resident[visit.owner, visit.lane].part(visit.rows, self._pool, ("visit", visit.lane)).split()
+        block = self._resident[visit.owner, visit.lane].part(visit.rows, self._pool, ("visit", visit.lane))
+        return block.split(self._k.shape[3])
 
     def rows_of(self, owner: int, lane: int) -> Rows:
         return self._resident[owner, lane].rows
@@ -97,15 +97,15 @@ class _Keys:
 class _KeyGradients:
     """One rank's side of the rotation of dK and dV (Note [dK and dV travel one step late]).
 
-    dk, dv: acc dtype [B, Sk, Hkv, D], the gradients of the rank's own keys; they never travel, what others computed is added.
+    dk, dv: acc dtype, of the shapes of k and v, the gradients of the rank's own keys; they never travel, what others computed is
+    added.
     """
 
-    def __init__(self, plan: Plan, rank: int, k: Tensor, dtype: torch.dtype):
+    def __init__(self, plan: Plan, rank: int, k: Tensor, v: Tensor, dtype: torch.dtype):
         self._rank = rank
-        self.dk, self.dv = (torch.empty(k.shape, dtype=dtype, device=k.device) for _ in range(2))
+        self.dk, self.dv = (torch.empty(x.shape, dtype=dtype, device=x.device) for x in (k, v))
         self._own_written = False
-        batch, _, heads, head_dim = k.shape
-        self._pool = BufferPool((batch, heads, 2 * head_dim), dtype, k.device)
+        self._pool = BufferPool(_row_shape(k, v), dtype, k.device)
         self._partial: dict[tuple[int, int], Block] = {}    # this step's visits
         self._sum: dict[tuple[int, int], Block] = {}        # last step's visits plus what arrived during that step: leaves now
         self._arriving: list[tuple[tuple[int, int], Block]] = []
@@ -133,7 +133,7 @@ class _KeyGradients:
         return block.data
 
     def target(self, visit: Visit) -> tuple[Tensor, Tensor, bool]:
-        """dk, dv [B, rows, Hkv, D] that a visit writes, and whether it must add to what is there."""
+        """dk [B, rows, Hkv, D], dv [B, rows, Hkv, Dv] that a visit writes, and whether it must add to what is there."""
         if visit.is_own:
             add, self._own_written = self._own_written, True
             return self.dk, self.dv, add
@@ -142,7 +142,7 @@ class _KeyGradients:
         if not add:
             data = self._pool.take(("partial", visit.lane, visit.step % 2), visit.num_rows)
             self._partial[key] = Block(visit.rows, data)
-        return *self._partial[key].split(), add
+        return *self._partial[key].split(self.dk.shape[3]), add
 
     def fold(self, step: int, keys: _Keys) -> None:
         """After a step's wait: add what arrived, so that the sums can leave with the next batch."""
@@ -151,7 +151,7 @@ class _KeyGradients:
             self.dv.zero_()
         for block in self._homing:
             offset = 0
-            dk, dv = block.split()
+            dk, dv = block.split(self.dk.shape[3])
             for start, stop in block.rows:
                 rows = stop - start
                 self.dk[:, start:stop].add_(dk[:, offset:offset + rows])
@@ -178,6 +178,11 @@ class _KeyGradients:
         self._partial, self._arriving, self._homing = {}, [], []
 
 
+def _row_shape(k: Tensor, v: Tensor) -> tuple[int, int, int]:
+    """Of a row on the wire: (B, Hkv, D + Dv)."""
+    return k.shape[0], k.shape[2], k.shape[3] + v.shape[3]
+
+
 def _num_steps(plan: Plan, pass_: str) -> int:
     return plan.num_steps if pass_ == "forward" else plan.num_backward_steps
 
@@ -188,23 +193,31 @@ def _visits(plan: Plan, rank: int, step: int) -> tuple[Visit, ...]:
 
 def forward(
     plan: Plan, rank: int, q: Tensor, k: Tensor, v: Tensor, backend: Backend, exchange: Exchange, *, softmax_scale: float,
-    out: Tensor, lse: Tensor,
+    out: Tensor, lse: Tensor, softcap: float = 0.0, sinks: Tensor | None = None,
 ) -> Waits:
     """Attention of this rank's queries over all keys that they may see.
 
-    q [B, Sq, Hq, D], k, v [B, Sk, Hkv, D]: this rank's shards. OUT: out [B, Sq, Hq, D] input dtype, lse [B, Hq, Sq] acc dtype,
-    natural log; both are complete when the generator is exhausted. Rows that see nothing: 0 and -inf.
+    q [B, Sq, Hq, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv]: this rank's shards; sinks [Hq] (Note [Sinks]). OUT: out
+    [B, Sq, Hq, Dv] input dtype, lse [B, Hq, Sq] acc dtype, natural log; both are complete when the generator is exhausted. Rows
+    that see nothing: out 0, lse -inf, or with sinks their head's sink.
     """
     q = without_rows(q, plan.dead_q(rank))
     k, v = (without_rows(x, plan.dead_k(rank)) for x in (k, v))
     remaining = sum(len(_visits(plan, rank, step)) for step in range(plan.num_steps))
+    first = sinks is None
     if remaining == 0:
         out.zero_()
+    if not first:
+        lse.copy_(sinks[:, None])
+    elif remaining == 0:
         lse.fill_(float("-inf"))
-    # The running out is acc dtype; a single visit writes `out` directly and needs none.
-    state = torch.empty(q.shape, dtype=lse.dtype, device=q.device) if remaining > 1 else None
+    # The running out is acc dtype; a single visit that has nothing to fold into writes `out` directly and needs none.
+    state = None
+    if remaining > 1 or (remaining == 1 and not first):
+        state = torch.empty(out.shape, dtype=lse.dtype, device=q.device)
+        if not first:
+            state.zero_()
     keys = _Keys(plan, "forward", rank, k, v)
-    first = True
     for step in range(plan.num_steps):
         pending = exchange.post(
             step,
@@ -213,8 +226,8 @@ def forward(
         for visit in _visits(plan, rank, step):
             remaining -= 1
             backend.forward(
-                q, *keys.of(visit), intervals_of(plan, visit, q.device), softmax_scale=softmax_scale, state=state, lse=lse,
-                out=out if remaining == 0 else None, first=first)
+                q, *keys.of(visit), intervals_of(plan, visit, q.device), softmax_scale=softmax_scale, softcap=softcap,
+                state=state, lse=lse, out=out if remaining == 0 else None, first=first)
             first = False
         if pending is not None:
             yield pending
@@ -224,22 +237,23 @@ def forward(
 def backward(
     plan: Plan, rank: int, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     backend: Backend, exchange: Exchange, *, softmax_scale: float, deterministic: bool, gradients: list[Tensor],
+    softcap: float = 0.0, sinks: Tensor | None = None,
 ) -> Waits:
-    """Gradients of this rank's q, k and v.
+    """Gradients of this rank's q, k and v, and its rows' share of that of sinks.
 
-    dout, q, out [B, Sq, Hq, D], k, v [B, Sk, Hkv, D], lse (merged) and dlse [B, Hq, Sq] or None. Appends dq, dk, dv, in the dtype
-    of q and contiguous, to `gradients` at its end. dq stays here in one acc dtype buffer; dk and dv are rounded once, at home.
+    dout, out [B, Sq, Hq, Dv], q [B, Sq, Hq, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv], lse (merged) and dlse [B, Hq, Sq] or None,
+    sinks [Hq] or None. Appends dq, dk, dv, in the dtype of q and contiguous, to `gradients` at its end, and with sinks dsinks
+    [Hq] in acc dtype. dq stays here in one acc dtype buffer; dk and dv are rounded once, at home.
     """
     dead_q, dead_k = plan.dead_q(rank), plan.dead_k(rank)
     q, dout = without_rows(q, dead_q), without_rows(dout, dead_q)
     k, v = (without_rows(x, dead_k) for x in (k, v))
-    if dlse is not None:
-        dlse = without_rows(dlse, dead_q, dim=2)
+    live_dlse = dlse if dlse is None else without_rows(dlse, dead_q, dim=2)
     dtype = accumulate_dtype(q.dtype)
-    delta = backend.delta(dout, out, dlse)
+    delta = backend.delta(dout, out, live_dlse)
     dq = torch.empty(q.shape, dtype=dtype, device=q.device)
     keys = _Keys(plan, "backward", rank, k, v)
-    grads = _KeyGradients(plan, rank, k, dtype)
+    grads = _KeyGradients(plan, rank, k, v, dtype)
     first = True
     for step in range(plan.num_backward_steps):
         pending = exchange.post(
@@ -250,7 +264,7 @@ def backward(
             dk, dv, add = grads.target(visit)
             backend.backward(
                 dout, q, *keys.of(visit), lse, delta, intervals_of(plan, visit, q.device), softmax_scale=softmax_scale,
-                dq=dq, dk=dk, dv=dv, accumulate_dq=not first, accumulate_dkv=add, deterministic=deterministic)
+                softcap=softcap, dq=dq, dk=dk, dv=dv, accumulate_dq=not first, accumulate_dkv=add, deterministic=deterministic)
             first = False
         if pending is not None:
             yield pending
@@ -259,3 +273,21 @@ def backward(
     if first:
         dq.zero_()
     gradients.extend(x.to(q.dtype) for x in (dq, grads.dk, grads.dv))
+    if sinks is not None:
+        gradients.append(sink_gradient(sinks, lse, delta, dlse, dead_q))
+
+
+def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor, dlse: Tensor | None, dead_q: Rows) -> Tensor:
+    """dsinks [Hq] in acc dtype: the share of this rank's rows (Note [Sinks]).
+
+    sinks [Hq]; lse (merged) and delta [B, Hq, Sq], delta 0 in dead rows; dlse [B, Hq, Sq] or None counts in dead rows only, whose
+    lse is the sink itself: what it brings to live rows is in delta.
+    """
+    sink = sinks.to(lse.dtype)[:, None]
+    # By selection: no sink (-inf) has no share, also in rows whose lse is -inf.
+    is_none = sink == -torch.inf
+    share = torch.exp(sink - lse).masked_fill(is_none, 0.0)
+    gradient = -(share * delta).sum((0, 2))
+    for start, stop in dead_q if dlse is not None else ():
+        gradient += dlse[:, :, start:stop].to(lse.dtype).masked_fill(is_none, 0.0).sum((0, 2))
+    return gradient

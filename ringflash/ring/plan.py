@@ -133,10 +133,12 @@ class Plan:
 
     def bytes_sent(
         self, pass_: str, *, batch: int, num_kv_heads: int, head_dim: int, itemsize: int, grad_itemsize: int = 4,
-        rank: int | None = None,
+        rank: int | None = None, head_dim_v: int | None = None,
     ) -> int:
-        """Bytes on the wire: K and V (or their gradients, of grad_itemsize) of each row, per KV head, not per query head."""
-        per_row = batch * num_kv_heads * 2 * head_dim
+        """Bytes on the wire: K and V (or their gradients, of grad_itemsize) of each row, per KV head, not per query head.
+
+        head_dim_v: of V, None for that of K."""
+        per_row = batch * num_kv_heads * (head_dim + (head_dim if head_dim_v is None else head_dim_v))
         kv, dkv = (self.rows_sent(pass_, kind, rank) for kind in ("kv", "dkv"))
         return per_row * (kv * itemsize + dkv * grad_itemsize)
 

@@ -21,7 +21,7 @@ def _fresh_compiler():
 
 def _arguments(**changed):
     values = dict(mask=None, causal=-1, left=-1, right=-1, layout=None, layout_kind="zigzag", masks=[], layout_k=None,
-                  layout_k_kind="", softmax_scale=0.5, group_name="", kernel="reference", exchange="auto",
+                  layout_k_kind="", softmax_scale=0.5, softcap=0.0, group_name="", kernel="reference", exchange="auto",
                   deterministic=False, is_agreed=False, needs_gradients=True)
     return RingArguments(**{**values, **changed}).flatten()
 
@@ -36,10 +36,10 @@ def _by_value():
 def test_opcheck_passes_for_both_directions(changed):
     inputs = make_inputs(12)
     arguments = _arguments(**changed)
-    torch.library.opcheck(attention_forward, (*inputs.fresh(), *arguments))
-    out, lse = attention_forward(inputs.q, inputs.k, inputs.v, *arguments)
+    torch.library.opcheck(attention_forward, (*inputs.fresh(), None, *arguments))
+    out, lse = attention_forward(inputs.q, inputs.k, inputs.v, None, *arguments)
     for dlse in (None, inputs.dlse):
-        torch.library.opcheck(attention_backward, (inputs.dout, dlse, inputs.q, inputs.k, inputs.v, out, lse, *arguments))
+        torch.library.opcheck(attention_backward, (inputs.dout, dlse, inputs.q, inputs.k, inputs.v, None, out, lse, *arguments))
 
 
 @pytest.mark.parametrize("options", (

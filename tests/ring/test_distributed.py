@@ -201,9 +201,13 @@ def _disagreements_raise_the_same_error_everywhere(rank, world_size):
         "kernel absent": lambda: ring_attention(base.q, base.k, base.v, group=dist.group.WORLD, kernel="hopper"),
         "scale": lambda: attend(softmax_scale=0.5 if odd else None),
         "head_dim of v": lambda: attend(v=base.v[..., :4] if odd else base.v),
+        "sinks": lambda: attend(sinks=torch.zeros(4) if odd else None),
+        "sinks refused": lambda: attend(sinks=torch.zeros(3 if odd else 4)),
+        "sinks dtype": lambda: attend(sinks=torch.zeros(4, dtype=torch.half if odd else torch.float)),
         "not a tensor": lambda: attend(q=None if odd else base.q),
         "gradients": lambda: attend(*(x.detach().requires_grad_(not odd) for x in (base.q, base.k, base.v))),
-        "softcap": lambda: attend(softcap=1.0 if odd else 0.0),
+        "softcap": lambda: attend(softcap=1.0 if odd else 2.0),
+        "softcap refused": lambda: attend(softcap=-1.0 if odd else 0.0),
         "exchange": lambda: attend(exchange="nccl"),
         "rows": lambda: attend(*(x[:, :3] if odd else x for x in (base.q, base.k, base.v)), layout=layout),
         "Layout": lambda: Layout("zigzag", 8 if odd else 9, world_size, group=dist.group.WORLD),
@@ -231,7 +235,11 @@ def _disagreements_raise_the_same_error_everywhere(rank, world_size):
         assert len(said) == 1 and "no error" not in said, (name, said)
     last = f"cp rank{'s' if world_size == 1 else ''} {world_size - 1}"
     assert "q.dtype differs: torch.float32 on cp rank" in texts["dtype"] and f"torch.bfloat16 on {last}" in texts["dtype"]
-    assert texts["softcap"].startswith("NotImplementedError") and texts["kernel absent"].startswith("RuntimeError")
+    assert texts["kernel absent"].startswith("RuntimeError")
+    assert "softcap differs: 2.0 on cp rank" in texts["softcap"] and f"1.0 on {last}" in texts["softcap"]
+    assert "sinks differs: none on cp rank" in texts["sinks"] and f"(4,) torch.float32 on {last}" in texts["sinks"]
+    assert f"{last}: sinks: shape (3,)" in texts["sinks refused"] and f"{last}: softcap=-1.0" in texts["softcap refused"]
+    assert "v [Dv] differs: 8 on cp rank" in texts["head_dim of v"] and f"4 on {last}" in texts["head_dim of v"]
     assert "valid: auto" in texts["kernel unknown"] and last in texts["kernel unknown"]
     assert "needs gradients differs: True on cp rank" in texts["gradients"]
     assert "hash of tokens differs" in texts["batch"]
