@@ -91,7 +91,7 @@ class Layout:
         if -(-self.seq_len // self.cp_size) > _MAX_SHARD_LEN:
             raise ValueError(f"seq_len={self.seq_len} over cp_size={self.cp_size}: a shard holds at most {_MAX_SHARD_LEN} rows")
         for mask in self.masks:
-            mask.check_lengths(self.seq_len, self.seq_len)
+            mask.check_lengths(self.seq_len, None)  # keys may have a layout of their own
         if "torch" in sys.modules:
             _ = self.spec  # made now, as Mask's is, for compiled graphs
 

@@ -286,7 +286,7 @@ def _with_documents(layout: Layout | str, cu_seqlens: Any, seq_len: int, size: i
         for mask in given:
             if mask.cu_seqlens is not None and not np.array_equal(mask.cu_seqlens, documents):
                 raise ValueError(f"batch['cu_seqlens'] and the layout's {mask!r} name different documents")
-        given = tuple(Mask(mask.causal, mask.window_size, documents) for mask in given)
+        given = tuple(mask.with_documents(documents) for mask in given)
     return Layout(kind, seq_len, size, given)
 
 

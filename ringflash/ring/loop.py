@@ -37,7 +37,7 @@ def intervals_of(plan: Plan, visit: Visit, device: torch.device) -> Intervals:
         # Copied: the plan's arrays are read-only, which torch cannot express.
         return Intervals.from_host(*(torch.from_numpy(ends.copy()) for ends in visit.intervals()), device)
 
-    key = (plan.key, visit.rank, visit.step, visit.owner, visit.lane, device)
+    key = (plan.key, visit.rank, visit.step, visit.owner, visit.lane, visit.part, device)
     return _intervals.get_or_make(key, make, lambda made: _ENTRY_BYTES + 16 * (made.num_q + made.num_k))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from ringflash.ring.ranges import RowRanges, Runs
 
 PASSES = ("forward", "backward")
 Intervals = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+Reads = tuple[np.ndarray, np.ndarray, np.ndarray]  # owner, start, stop: ranges of local rows, sorted
 
 _plans = BoundedCache(max_weight=64)
 _arrays = BoundedCache(max_weight=64 * 2**20)  # bytes of intervals and bounds, of all plans together
@@ -31,8 +33,10 @@ class Visit:
 
     rows: local rows of the owner's block; they lie compacted, in this order, in the buffer that arrived (is_own: all the rank's
         own k, v, as they lie). num_rows: how many. lane: the direction they travelled in (0: they did not).
-    Every rank has its own visit in step 0, also when nothing in it is allowed or it has no rows, so that the first visit can
-    initialise out, lse and the gradients; all other visits hold at least one allowed pair.
+    part: which of the mask's intervals per row it computes. A block that both intervals of a mask read has two visits over the
+        same rows, which arrived once; their gradients of k and v add up.
+    Every rank has a visit to its own block in step 0, also when nothing in it is allowed or it has no rows, so that the first
+    visit can initialise out, lse and the gradients; all other visits hold at least one allowed pair.
     """
 
     step: int
@@ -41,6 +45,7 @@ class Visit:
     lane: int
     rows: RowRanges
     num_rows: int
+    part: int
     plan: Plan = field(repr=False, compare=False)
 
     @property
@@ -50,8 +55,12 @@ class Visit:
     def intervals(self) -> Intervals:
         """k_lo, k_hi: int32 [queries of rank]: query i attends to the compacted rows k_lo[i] .. k_hi[i] - 1. q_lo, q_hi: int32
         [num_rows], the transpose. All non-decreasing; read-only. Computed when asked for; a bounded cache keeps the latest."""
-        key = (self.plan.key, "intervals", self.rank, self.step, self.owner, self.lane)
-        return _arrays.get_or_make(key, self._intervals, _weigh)
+        return _arrays.get_or_make(("intervals", self.key), self._intervals, _weigh)
+
+    @property
+    def key(self) -> tuple:
+        """Hashable, equal for equal visits of equal plans."""
+        return (self.plan.key, self.rank, self.step, self.owner, self.lane, self.part)
 
     @cached_property
     def num_pairs(self) -> int:
@@ -62,7 +71,7 @@ class Visit:
     def _query_side(self) -> tuple[np.ndarray, np.ndarray]:
         shard = Runs(self.plan.layout_k.chunks(self.owner))
         arrived = Runs((start, stop, 1) for start, stop in self.rows)
-        k_lo, k_hi = (arrived.count_below(shard.count_below(end)) for end in self.plan.bounds(self.rank))
+        k_lo, k_hi = (arrived.count_below(shard.count_below(end)) for end in self.plan.bounds(self.rank, self.part))
         return k_lo, k_hi
 
     def _intervals(self) -> Intervals:
@@ -117,10 +126,12 @@ class Plan:
         """Local rows of k that no query of any rank sees."""
         return self._dead_k[rank]
 
-    def bounds(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """first, stop: int64 [queries of rank], the mask's intervals in global positions; read-only."""
-        key = (self.key, "bounds", rank)
-        return _arrays.get_or_make(key, lambda: _read_only(*_bounds(self.mask, self.layout, self.layout_k, rank)), _weigh)
+    def bounds(self, rank: int, part: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """first, stop: int64 [queries of rank], one of the mask's intervals in global positions; read-only."""
+        def make() -> tuple[np.ndarray, ...]:
+            return _read_only(*_bounds(self.mask, self.layout, self.layout_k, rank, part))
+
+        return _arrays.get_or_make(("bounds", self.key, rank, part), make, _weigh)
 
     def num_pairs(self, rank: int, step: int) -> int:
         """Allowed (query, key) pairs that `rank` computes in `step`."""
@@ -151,13 +162,18 @@ class Plan:
     def _of(self, table: dict, rank: int, step: int, pass_: str) -> tuple[Message, ...]:
         return table.get((_check_pass(pass_), rank, step), ())
 
-    def _file(self, own_rows: list[RowRanges], route: routes.Route) -> None:
+    def _file(self, reads: list[list[Reads]], route: routes.Route) -> None:
+        """reads: per part and rank, what its intervals read."""
         visits: dict[tuple[int, int], list[Visit]] = {}
-        stops = [(rank, 0, rank, 0, rows) for rank, rows in enumerate(own_rows)]
+        lengths = [self.layout_k.shard_len(rank) for rank in range(self.cp_size)]
+        stops = [(rank, 0, rank, 0, ((0, rows),) if rows else ()) for rank, rows in enumerate(lengths)]
         for rank, step, owner, lane, rows in stops + route.stops:
-            visits.setdefault((rank, step), []).append(Visit(step, rank, owner, lane, rows, ranges.num_rows(rows), self))
+            parts = [part for part, of_part in enumerate(reads) if len(reads) == 1 or _meets(of_part[rank], owner, rows)]
+            visits.setdefault((rank, step), []).extend(
+                Visit(step, rank, owner, lane, rows, ranges.num_rows(rows), part, self) for part in parts or (0,))
         # The order of folding: it decides the bits of out, so it is fixed here and nowhere else.
-        self._visits = {at: tuple(sorted(v, key=lambda visit: (visit.owner, visit.lane))) for at, v in visits.items()}
+        in_order = attrgetter("owner", "lane", "part")
+        self._visits = {at: tuple(sorted(of_step, key=in_order)) for at, of_step in visits.items()}
         messages = sorted(route.messages)
         self._messages = {"forward": tuple(m for m in messages if m.kind == "kv"), "backward": tuple(messages)}
         for pass_ in PASSES:
@@ -192,11 +208,16 @@ def _build(key: tuple, mask: Mask, layout: Layout, layout_k: Layout, lanes: tupl
     size = layout.cp_size
     plan = Plan(key, mask, layout, layout_k, lanes)
     table = ranges.ShardTable([Runs(layout_k.chunks(rank)) for rank in range(size)])
+    reads: list[list[Reads]] = [[] for _ in range(mask.num_parts)]  # per part and rank
     needs = []
     for rank in range(size):
-        first, stop = _bounds(mask, layout, layout_k, rank)
-        plan._dead_q.append(ranges.true_runs(first == stop))
-        owner, start, end = table.rows_of_owners(ranges.union_of_intervals(first, stop))
+        ends = [_bounds(mask, layout, layout_k, rank, part) for part in range(mask.num_parts)]
+        plan._dead_q.append(ranges.true_runs(np.logical_and.reduce([first == stop for first, stop in ends])))
+        unions = [ranges.union_of_intervals(first, stop) for first, stop in ends]
+        for of_part, union in zip(reads, unions):
+            of_part.append(table.rows_of_owners(union))
+        # What both intervals read travels once.
+        owner, start, end = reads[0][rank] if len(unions) == 1 else table.rows_of_owners(ranges.union_of_sets(*unions))
         needs.append((np.full(owner.shape, rank), owner, start, end))
     reader, owner, start, end = (np.concatenate(parts) for parts in zip(*needs))
     by_owner = np.argsort(owner, kind="stable")
@@ -210,13 +231,22 @@ def _build(key: tuple, mask: Mask, layout: Layout, layout_k: Layout, lanes: tupl
         for lane in routes.LANES:
             routes.add_rotation(route, demand, lane_of_segment, lane, size)
         plan._dead_k.append(demand.unread(layout_k.shard_len(demand.owner)))
-    own_rows = [((0, n),) if n else () for n in (layout_k.shard_len(rank) for rank in range(size))]
-    plan._file(own_rows, route)
+    plan._file(reads, route)
     return plan
 
 
-def _bounds(mask: Mask, layout: Layout, layout_k: Layout, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    first, stop = mask.bounds(layout.positions(rank), layout.seq_len, layout_k.seq_len)
+def _meets(reads: Reads, owner: int, rows: RowRanges) -> bool:
+    """Does any of `reads` lie in these rows of the owner's block?"""
+    owners, starts, stops = reads
+    low, high = np.searchsorted(owners, (owner, owner + 1))
+    table = np.array(rows, dtype=np.int64).reshape(-1, 2)
+    after = low + np.searchsorted(stops[low:high], table[:, 0], side="right")  # the first read that ends behind a range's start
+    inside = after < high
+    return bool((starts[after[inside]] < table[inside, 1]).any())
+
+
+def _bounds(mask: Mask, layout: Layout, layout_k: Layout, rank: int, part: int) -> tuple[np.ndarray, np.ndarray]:
+    first, stop = mask.bounds(layout.positions(rank), layout.seq_len, layout_k.seq_len, part)
     # Intervals, their transposes and the tile walk of the kernels all rest on this (Note [Intervals] in DESIGN.md).
     if (first > stop).any() or (first[1:] < first[:-1]).any() or (stop[1:] < stop[:-1]).any():
         raise AssertionError(f"{mask!r}: the ends of its intervals must be ordered and must not decrease (rows of rank {rank})")

@@ -48,6 +48,13 @@ def union_of_intervals(first: np.ndarray, stop: np.ndarray) -> np.ndarray:
     return np.stack((starts, stops), axis=1)
 
 
+def union_of_sets(*sets: np.ndarray) -> np.ndarray:
+    """The union of sets of ranges, int64 [m, 2] each, sorted and disjoint: one such set."""
+    table = np.concatenate(sets)
+    table = table[np.argsort(table[:, 0], kind="stable")]
+    return union_of_intervals(table[:, 0], np.maximum.accumulate(table[:, 1]))
+
+
 class Runs:
     """Sorted values made of runs (start, stop, stride): the positions of a shard, or the rows that arrived of a block."""
 

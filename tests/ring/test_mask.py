@@ -94,13 +94,6 @@ def test_a_mask_that_means_nothing_is_refused_with_the_rule_and_the_numbers(opti
         Mask(**options)
 
 
-@pytest.mark.parametrize("option", [
-    dict(cu_seqlens_k=[0, 4]), dict(prefix_lens=[2]), dict(chunk_size=8), dict(first_tokens=4)])
-def test_options_of_later_work_are_refused_by_name(option):
-    with pytest.raises(NotImplementedError, match=next(iter(option))):
-        Mask(**option)
-
-
 def test_documents_longer_than_the_sequence_or_with_other_keys_are_refused_when_the_lengths_are_known():
     with pytest.raises(ValueError, match=r"cu_seqlens\[-1\]=9: documents must end within seq_len=8"):
         Mask(cu_seqlens=[0, 9]).bounds(np.arange(8), 8, 8)
@@ -139,7 +132,9 @@ def test_spec_is_a_cpu_int64_tensor_that_gives_the_mask_back():
             assert again == case.mask and torch.equal(again.spec, spec) and case.mask.spec is spec
 
 
-@pytest.mark.parametrize("spec", [[1, -1], [2, -1, 0, -1], [1, -1, 0, 3, 0, 4], [1, -1, 0, 2, 0]])
+@pytest.mark.parametrize("spec", [
+    [2, -1], [1, -1, 0, 0, 0, -1, -1, -1], [2, -1, 0, 0, 0, 3, -1, -1, 0, 4], [2, -1, 0, 0, 0, 2, -1, -1, 0],
+    [2, -1, 0, 0, 0, -1, -1, 1]])
 def test_a_broken_spec_is_refused(spec):
     with pytest.raises(ValueError, match="spec"):
         Mask.from_spec(torch.tensor(spec))

@@ -106,8 +106,8 @@ def test_the_check_of_coverage_finds_a_skipped_a_doubled_and_a_shifted_visit():
 
 def test_a_mask_whose_ends_fall_is_refused_by_the_plan():
     class Falling(Mask):
-        def bounds(self, positions, seq_len_q, seq_len_k):
-            first, stop = super().bounds(positions, seq_len_q, seq_len_k)
+        def bounds(self, positions, seq_len_q, seq_len_k, part=0):
+            first, stop = super().bounds(positions, seq_len_q, seq_len_k, part)
             dead = positions % 5 == 3
             return np.where(dead, 0, first), np.where(dead, 0, stop)  # a dead row at (0, 0)
 
