@@ -16,10 +16,15 @@ from ringflash.tests.support.plan_cases import SIZES, cases
 
 
 def pairs(mask, seq_len_q, seq_len_k=None):
+    """bool [Sq, Sk]: the pairs of all parts, none of which may be in two."""
     seq_len_k = seq_len_q if seq_len_k is None else seq_len_k
-    first, stop = mask.bounds(np.arange(seq_len_q), seq_len_q, seq_len_k)
     keys = np.arange(seq_len_k)
-    return (first[:, None] <= keys) & (keys < stop[:, None])
+    times = np.zeros((seq_len_q, seq_len_k), dtype=np.int64)
+    for part in range(mask.num_parts):
+        first, stop = mask.bounds(np.arange(seq_len_q), seq_len_q, seq_len_k, part)
+        times += (first[:, None] <= keys) & (keys < stop[:, None])
+    assert (times <= 1).all(), mask
+    return times.astype(bool)
 
 
 @pytest.mark.parametrize("cp_size", SIZES)
@@ -27,9 +32,10 @@ def test_bounds_allow_exactly_the_pairs_of_the_definition_and_are_monotone(cp_si
     for case in cases("contiguous", cp_size, seed=1, lengths=8):
         size_q, size_k = case.layout.seq_len, case.layout_k.seq_len
         assert np.array_equal(pairs(case.mask, size_q, size_k), case.allowed), case
-        first, stop = case.mask.bounds(np.arange(size_q), size_q, size_k)
-        assert (first <= stop).all() and (first >= 0).all() and (stop <= size_k).all()
-        assert (np.diff(first) >= 0).all() and (np.diff(stop) >= 0).all(), case
+        for part in range(case.mask.num_parts):
+            first, stop = case.mask.bounds(np.arange(size_q), size_q, size_k, part)
+            assert (first <= stop).all() and (first >= 0).all() and (stop <= size_k).all()
+            assert (np.diff(first) >= 0).all() and (np.diff(stop) >= 0).all(), case
 
 
 def test_bounds_of_some_rows_are_those_rows_of_all_bounds():

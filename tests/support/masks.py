@@ -11,28 +11,45 @@ from torch import Tensor
 def allowed_pairs(
     rows: Tensor, keys: Tensor, *, seq_len_q: int, seq_len_k: int, causal: bool = True,
     window_size: tuple[int, int] = (-1, -1), cu_seqlens: Sequence[int] | Tensor | None = None,
+    cu_seqlens_k: Sequence[int] | Tensor | None = None, prefix_lens: Sequence[int] | Tensor | int | None = None,
+    chunk_size: int | None = None, first_tokens: int = 0,
 ) -> Tensor:
     """bool [len(rows), len(keys)]: may query rows[i] attend to key keys[j]? rows, keys: int64 global positions.
 
-    Bottom-right aligned: query i sits at key position i + seq_len_k - seq_len_q. Documents: both in the same one, and rows
-    past cu_seqlens[-1] are in none.
+    Without documents, all queries and all keys are one. A pair in different documents, or past the last one, is not allowed. Within
+    a document both count from its start; it is bottom-right aligned, so its last query stands at its last key. The first
+    prefix_lens[i] keys of document i are seen by all its queries, the first first_tokens keys whatever the window's left.
     """
-    at = rows[:, None] + (seq_len_k - seq_len_q)
-    key = keys[None, :]
+    if cu_seqlens is None and cu_seqlens_k is not None:
+        raise ValueError("cu_seqlens_k needs cu_seqlens")
+    if cu_seqlens is not None and cu_seqlens_k is None and seq_len_q != seq_len_k:
+        raise ValueError(f"cu_seqlens needs as many queries as keys, got {seq_len_q} and {seq_len_k}")
+    ends_q = [0, seq_len_q] if cu_seqlens is None else cu_seqlens
+    ends_k = [0, seq_len_k] if cu_seqlens is None else cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
+    document, document_k = (document_of(n, ends).to(rows.device)[x] for n, ends, x in (
+        (seq_len_q, ends_q, rows), (seq_len_k, ends_k, keys)))
+    # Tables over documents, with a last entry for rows that are in none (index -1).
+    q_ends, k_ends = (torch.tensor([int(x) for x in ends], device=rows.device) for ends in (ends_q, ends_k))
+    behind_q, behind_k = (torch.cat([ends[1:], ends[-1:]]) for ends in (q_ends, k_ends))
+    before_k = torch.cat([k_ends[:-1], k_ends[-1:]])
+    from_end = behind_q[document] - rows                            # 1: the last query of its document
+    length_k = (behind_k - before_k)[document]
+    at = (length_k - from_end)[:, None]                             # where the query stands, counted in its document's keys
+    key = (keys - before_k[document_k])[None, :]
     allowed = torch.ones(len(rows), len(keys), dtype=torch.bool, device=rows.device)
     left, right = window_size
     if causal:
         allowed &= key <= at
     if left >= 0:
-        allowed &= at - key <= left
+        allowed &= (at - key <= left) | (key < first_tokens)
     if right >= 0:
         allowed &= key - at <= right
-    if cu_seqlens is not None:
-        if seq_len_q != seq_len_k:
-            raise ValueError(f"cu_seqlens needs as many queries as keys, got {seq_len_q} and {seq_len_k}")
-        document = document_of(seq_len_k, cu_seqlens).to(rows.device)
-        allowed &= (document[rows][:, None] == document[keys][None, :]) & (document[rows][:, None] >= 0)
-    return allowed
+    if chunk_size is not None:
+        allowed &= torch.div(at, chunk_size, rounding_mode="floor") == torch.div(key, chunk_size, rounding_mode="floor")
+    if prefix_lens is not None:
+        prefixes = [prefix_lens] * (len(q_ends) - 1) if isinstance(prefix_lens, int) else [int(x) for x in prefix_lens]
+        allowed |= key < torch.tensor([*prefixes, 0], device=rows.device)[document][:, None]
+    return allowed & (document[:, None] == document_k[None, :]) & (document[:, None] >= 0)
 
 
 def document_of(seq_len: int, cu_seqlens: Sequence[int] | Tensor) -> Tensor:

@@ -16,7 +16,12 @@ from ringflash.tests.support.masks import allowed_pairs
 
 SIZES = (1, 2, 3, 4, 8)
 MASKS = ("causal", "full", "window", "two-sided", "left 0", "documents", "documents + window", "full documents")
-CROSS_MASKS = MASKS[:5]  # documents need equal lengths
+OPTION_MASKS = (
+    "prefix", "prefix + window", "chunk", "full chunk", "chunk + window", "first tokens", "first tokens two-sided",
+    "prefix + first tokens", "documents + prefix", "documents + prefix + window", "documents + chunk", "documents + first tokens",
+    "full documents + chunk", "documents + prefix + first tokens")
+CROSS_MASKS = (*MASKS[:5], *OPTION_MASKS[:8])  # documents of queries alone need equal lengths
+CROSS_DOCUMENTS = tuple(name for name in (*MASKS, *OPTION_MASKS) if "documents" in name)
 
 
 @dataclass(frozen=True)
@@ -48,28 +53,55 @@ class PlanCase:
 
 
 def cases(kind: str, cp_size: int, seed: int = 0, lengths: int = 3) -> Iterator[PlanCase]:
-    """All masks over a few random lengths of one layout and ring, short ones (empty shards) too, then some with other keys."""
+    """All masks over a few random lengths of one layout and ring, short ones (empty shards) too, masks with more options over one
+    length each, then masks with other keys."""
     draw = random.Random(f"{kind} {cp_size} {seed}")
     for name in MASKS:
         for seq_len in (draw.randint(1, 2 * cp_size), *(draw.randint(3, 60) for _ in range(lengths - 1))):
             layout = Layout(kind, seq_len, cp_size)
-            yield PlanCase(_options(name, seq_len, draw), layout, layout)
-    for name in CROSS_MASKS:
+            yield PlanCase(mask_options(name, seq_len, draw), layout, layout)
+    for name in OPTION_MASKS:
+        layout = Layout(kind, draw.choice((draw.randint(1, 2 * cp_size), draw.randint(3, 60))), cp_size)
+        yield PlanCase(mask_options(name, layout.seq_len, draw), layout, layout)
+    for name in CROSS_MASKS + CROSS_DOCUMENTS:
         seq_len, seq_len_k = draw.randint(1, 40), draw.randint(1, 40)
-        options = _options(name, min(seq_len, seq_len_k), draw)
+        if name in CROSS_MASKS:
+            options = mask_options(name, min(seq_len, seq_len_k), draw)
+        else:
+            options = mask_options(name, seq_len, draw, seq_len_k)
         yield PlanCase(options, Layout(kind, seq_len, cp_size), Layout(draw.choice(KINDS), seq_len_k, cp_size))
 
 
-def _options(name: str, seq_len: int, draw: random.Random) -> tuple[tuple[str, object], ...]:
-    options: dict[str, object] = {"causal": name not in ("full", "two-sided", "full documents")}
-    if name in ("window", "documents + window"):
+def mask_options(name: str, seq_len: int, draw: random.Random, seq_len_k: int | None = None) -> tuple[tuple[str, object], ...]:
+    """Keywords of a Mask of this name, drawn at random; seq_len_k: with documents of the keys of their own, some empty."""
+    options: dict[str, object] = {"causal": "full" not in name and "two-sided" not in name}
+    if name.endswith("window"):
         options["window_size"] = (draw.randint(0, seq_len), draw.choice((-1, 0)))
-    elif name == "two-sided":
+    elif "two-sided" in name:
         options["window_size"] = (draw.randint(-1, seq_len // 2), draw.randint(-1, seq_len // 2))
     elif name == "left 0":
         options["window_size"] = (0, 0)
+    documents = 1
     if "documents" in name:
-        last = draw.choice((seq_len, draw.randint(0, seq_len)))  # rows past the last document are dead
-        inner = sorted(draw.randint(0, last) for _ in range(draw.randint(0, 5)))
-        options["cu_seqlens"] = tuple([0] * draw.randint(1, 2) + inner + [last] * draw.randint(1, 2))  # with empty documents
+        options["cu_seqlens"] = _boundaries(seq_len, draw)
+        documents = len(options["cu_seqlens"]) - 1
+        if seq_len_k is not None:
+            options["cu_seqlens_k"] = _boundaries(seq_len_k, draw, documents)
+    if "prefix" in name:
+        prefixes = [draw.choice((0, 1, draw.randint(0, seq_len + 3), draw.randint(0, 4))) for _ in range(documents)]
+        options["prefix_lens"] = tuple(prefixes) if "documents" in name else prefixes[0]
+    if "chunk" in name:
+        options["chunk_size"] = draw.choice((1, 2, draw.randint(1, seq_len + 2), draw.randint(1, 9)))
+    if "first tokens" in name:
+        options["first_tokens"] = draw.choice((1, draw.randint(1, seq_len + 2), draw.randint(1, 4)))
+        options.setdefault("window_size", (draw.randint(0, max(seq_len // 3, 1)), -1))
     return tuple(options.items())
+
+
+def _boundaries(seq_len: int, draw: random.Random, documents: int | None = None) -> tuple[int, ...]:
+    """With empty documents; rows past the last document are dead. documents: how many (None: as it comes)."""
+    last = draw.choice((seq_len, draw.randint(0, seq_len)))
+    if documents is not None:
+        return tuple(sorted([0] + [draw.randint(0, last) for _ in range(documents)]))
+    inner = sorted(draw.randint(0, last) for _ in range(draw.randint(0, 5)))
+    return tuple([0] * draw.randint(1, 2) + inner + [last] * draw.randint(1, 2))
