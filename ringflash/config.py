@@ -17,6 +17,7 @@ DEVICES = ("auto", "cpu", "cuda")
 # What exists as a name and is still to be built: refused by name, so that nobody takes a typo for a missing feature.
 LATER = {"attention.layout": ("balanced", "auto"), "attention.exchange": ("copy",), "train.dtype": ("fp16",)}
 MAX_HEAD_DIM = 256
+SOFTCAP_RANGE = (1e-30, 1e30)
 NUM_TOKENS = 257  # ringflash.data.VOCAB_SIZE
 
 
@@ -36,6 +37,8 @@ class ModelConfig:
     tie_embeddings: bool = False
     init_std: float = 0.02
     loss_chunk_rows: int = 1024  # rows of fp32 logits that exist at a time
+    softcap: float = 0.0  # attention scores are c * tanh(score / c); 0: as they are
+    sinks: bool = False  # a learnt logit per head and layer that takes its share of each row's softmax
 
 
 @dataclass
@@ -210,6 +213,10 @@ def _model(cfg: Config) -> list[str]:
     problems += _positive(cfg, "model.rope_base", "model.norm_eps", "model.init_std")
     if problems:
         return problems
+    low, high = SOFTCAP_RANGE
+    if m.softcap and not low <= m.softcap <= high:
+        problems.append(f"model.softcap={m.softcap}: must be 0 (none) or from {low} to {high}; "
+                        f"nearest: {high if m.softcap > high else low if m.softcap > 0 else 0}")
     if m.num_heads % m.num_kv_heads:
         problems.append(f"model.num_kv_heads={m.num_kv_heads}: must divide model.num_heads={m.num_heads}; "
                         f"nearest: {nearest(m.num_kv_heads, divisors(m.num_heads))}")

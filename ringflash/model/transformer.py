@@ -4,6 +4,7 @@ Every row but those that attention reads is computed from that row alone, so a r
 their global positions. A rank without rows runs it too, on zero rows: same graph, loss 0, gradients 0.
 """
 import hashlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from ..loss import CHUNK_ROWS, chunked_cross_entropy
 from .rope import rope_cos_sin, rope_rotate
 
-# attention(q [B, S, Hq, D], k [B, S, Hkv, D], v [B, S, Hkv, D], *, layout, mask=None) -> [B, S, Hq, D]
+# attention(q [B, S, Hq, D], k [B, S, Hkv, D], v [B, S, Hkv, D], *, layout, mask=None) -> [B, S, Hq, D]; a model that has
+# them gives it softcap= (a float) and sinks= ([Hq]) too
 Attention = Callable[..., Tensor]
 
 
@@ -34,6 +36,8 @@ class ModelConfig:
     tie_embeddings: bool = False
     init_std: float = 0.02
     loss_chunk_rows: int = CHUNK_ROWS  # rows of fp32 logits that exist at a time
+    softcap: float = 0.0  # attention scores are c * tanh(score / c); 0: as they are
+    sinks: bool = False  # a learnt logit per head and layer that takes its share of each row's softmax
 
     @property
     def resolved_head_dim(self) -> int:
@@ -47,6 +51,8 @@ class ModelConfig:
         for key in ("rope_base", "norm_eps", "init_std"):
             if not getattr(self, key) > 0:
                 raise ValueError(f"model.{key}={getattr(self, key)}: must be greater than 0")
+        if not 0 <= self.softcap < math.inf:
+            raise ValueError(f"model.softcap={self.softcap}: must be a finite number >= 0; nearest: 0 (none)")
         if self.num_heads % self.num_kv_heads:
             valid = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             raise ValueError(f"model.num_kv_heads={self.num_kv_heads}: must divide model.num_heads={self.num_heads}; "
@@ -107,12 +113,16 @@ class SelfAttention(nn.Module):
         self.wk = Linear(config.dim, config.num_kv_heads * self.head_dim)
         self.wv = Linear(config.dim, config.num_kv_heads * self.head_dim)
         self.wo = Linear(config.num_heads * self.head_dim, config.dim)
+        # Passed on only where the model has them: an attention for plain models need not know of them.
+        self.options = {"softcap": config.softcap} if config.softcap else {}
+        self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout) -> Tensor:
         """x [B, S, dim], cos, sin fp32 [S, D // 2] -> [B, S, dim]."""
         # The head count is read from the weights, so that x with zero rows has a shape too.
         q, k, v = (w(x).unflatten(-1, (w.out_features // self.head_dim, self.head_dim)) for w in (self.wq, self.wk, self.wv))
-        out = self.attention(rope_rotate(q, cos, sin), rope_rotate(k, cos, sin), v, layout=layout)
+        options = self.options if self.sinks is None else {**self.options, "sinks": self.sinks}
+        out = self.attention(rope_rotate(q, cos, sin), rope_rotate(k, cos, sin), v, layout=layout, **options)
         return self.wo(out.flatten(-2))
 
 
@@ -177,13 +187,13 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Normal(0, init_std), projections into the residual stream / sqrt(2 num_layers), norms 1. On the meta device: nothing
-        (call it again after to_empty). Leaves torch's global generator alone."""
+        """Normal(0, init_std), projections into the residual stream / sqrt(2 num_layers), norms 1, sinks 0. On the meta device:
+        nothing (call it again after to_empty). Leaves torch's global generator alone."""
         for name, parameter in self.named_parameters():
             if parameter.is_meta:
                 continue
             if parameter.ndim == 1:
-                parameter.fill_(1.0)
+                parameter.fill_(0.0 if name.endswith("attention.sinks") else 1.0)
                 continue
             into_residual = name.endswith(("attention.wo.weight", "ffn.down.weight"))
             std = self.config.init_std / (2 * self.config.num_layers) ** 0.5 if into_residual else self.config.init_std

@@ -81,7 +81,7 @@ def run(cfg: Config, *, store: dist.Store, rank: int, world_size: int, folder: P
     model = model_config(cfg)
     select_kernel(cfg, device).warmup(
         activation_dtype(cfg, device), model.resolved_head_dim, device, batch=cfg.data.batch_size, num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads, deterministic=cfg.attention.deterministic)
+        num_kv_heads=model.num_kv_heads, deterministic=cfg.attention.deterministic, softcap=model.softcap)
     try:
         world = connect(dp, cp, device, timeout_s=cfg.parallel.timeout_s + _GROUP_GRACE_S, store=store, rank=rank)
         watchdog.start(cfg.parallel.timeout_s, store.clone() if world_size > 1 else None)

@@ -75,4 +75,4 @@ def test_kernels_are_compiled_before_any_rank_waits_for_another(monkeypatch, tmp
         loop.run(cfg, store=None, rank=0, world_size=1, folder=tmp_path)
     (first, dtype, head_dim, options), second = order
     assert (first, second) == ("warmup", "connect") and (dtype, head_dim) == (torch.float32, 32)
-    assert options == {"batch": 1, "num_heads": 4, "num_kv_heads": 2, "deterministic": True}
+    assert options == {"batch": 1, "num_heads": 4, "num_kv_heads": 2, "deterministic": True, "softcap": 0.0}

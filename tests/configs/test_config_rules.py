@@ -24,6 +24,8 @@ RULES = [
     (dict(model__head_dim=300), 1, "model.head_dim=300: must be even (RoPE turns pairs) and at most 256; nearest: 256"),
     (dict(model__dim=1028), 1, "model.head_dim=257 (model.dim / model.num_heads): must be even"),
     (dict(model__rope_base=float("nan")), 1, "model.rope_base=nan: must be a finite number above 0"),
+    (dict(model__softcap=-1.0), 1, "model.softcap=-1.0: must be 0 (none) or from 1e-30 to 1e+30; nearest: 0"),
+    (dict(model__softcap=float("inf")), 1, "model.softcap=inf: must be 0 (none) or from 1e-30 to 1e+30; nearest: 1e+30"),
     (dict(model__vocab_size=256), 1, "model.vocab_size=256: the tokens are 256 bytes and the start of a document; nearest: 257"),
     (dict(data__seq_len=1), 1, "data.seq_len=1: must be at least 2; nearest: 2"),
     (dict(data__batch_size=4, train__accumulation=2), 1, "data.batch_size=4: packed documents (data.document_mask=true) need "

@@ -186,6 +186,24 @@ def test_layout_reaches_attention_and_grouped_heads_are_not_repeated():
     assert seen == [((3, 5, 4, 10), (3, 5, 2, 10), (3, 5, 2, 10), marker)] * 2
 
 
+def test_sinks_start_at_0_and_reach_attention_with_the_softcap_only_in_a_model_that_has_them():
+    seen = []
+
+    def spy(q, k, v, *, layout, mask=None, **options):
+        seen.append(options)
+        return attend(q, k, v, layout=layout)
+
+    model = Transformer(replace(CONFIG, sinks=True, softcap=20.0), spy)
+    model(*batch(5))
+    assert [sorted(options) for options in seen] == [["sinks", "softcap"]] * 2 and seen[0]["softcap"] == 20.0
+    assert all(options["sinks"] is layer.attention.sinks for options, layer in zip(seen, model.layers))
+    named = dict(model.named_parameters())
+    assert torch.equal(named["layers.1.attention.sinks"], torch.zeros(4))
+    plain = dict(Transformer(CONFIG, spy).named_parameters())
+    assert named.keys() - plain.keys() == {"layers.0.attention.sinks", "layers.1.attention.sinks"}
+    assert all(torch.equal(named[name], weight) for name, weight in plain.items())
+
+
 def test_compiled_in_one_graph_it_gives_the_eager_loss_and_gradients():
     model = Transformer(replace(CONFIG, num_layers=1), attend)
     loss = model(*batch(40))
@@ -214,6 +232,7 @@ def test_shapes_that_do_not_fit_are_refused():
     ({"num_layers": 0}, r"model\.num_layers=0", "at least 1"),
     ({"vocab_size": -5}, r"model\.vocab_size=-5", "at least 1"),
     ({"norm_eps": 0.0}, r"model\.norm_eps=0\.0", "greater than 0"),
+    ({"softcap": -2.0}, r"model\.softcap=-2\.0", "nearest: 0"),
     ({"rope_base": math.nan}, r"model\.rope_base=nan", "greater than 0"),
 ])
 def test_a_bad_size_is_refused_with_key_and_nearest_values(change, key, nearest):

@@ -33,6 +33,10 @@ def step_of(cfg, world) -> dict:
             "weights": {n: p.detach().clone() for n, p in named}}
 
 
+def with_sinks(cfg):
+    return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, sinks=True, softcap=0.5))
+
+
 class GivenLosses(Trainer):
     """Losses are given as (valid labels, sum of their losses) for each dp rank, so that the objective is known by hand."""
 
@@ -49,13 +53,16 @@ class GivenLosses(Trainer):
 
 
 def ring_body(rank: int) -> dict:
-    found = {"one step": {}, "rates": {}, "uniform": {}, "report": {}}
+    found = {"one step": {}, "sinks": {}, "rates": {}, "uniform": {}, "report": {}}
     for dp, cp in WORLDS:
         for samples in SAMPLES:
             for seq_len in LENGTHS:
                 cfg = config(dp, cp, samples, seq_len, eval_sequences=5)
                 world = connect(dp, cp, CPU, timeout_s=60.0)
                 found["one step"][dp, cp, samples, seq_len] = step_of(cfg, world)
+        for seq_len in LENGTHS:
+            cfg = with_sinks(config(dp, cp, 4, seq_len, eval_sequences=5))
+            found["sinks"][dp, cp, 4, seq_len] = step_of(cfg, connect(dp, cp, CPU, timeout_s=60.0))
         cfg = with_train(config(dp, cp, 4, 45), steps=4)
         cfg = dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, warmup_steps=2))
         made = Trainer(cfg, connect(dp, cp, CPU, timeout_s=60.0), text(cfg))
@@ -67,6 +74,8 @@ def ring_body(rank: int) -> dict:
         found["uniform"][dp, cp] = made.train_step(0).loss
         report = equivalence.run(config(dp, cp, 8, 45), text(cfg), device=CPU, group=dist.group.WORLD)
         found["report"][dp, cp] = (report.ok, report.table())
+        report = equivalence.run(with_sinks(config(dp, cp, 4, 45)), text(cfg), device=CPU, group=dist.group.WORLD)
+        found["report"][dp, cp, "sinks"] = (report.ok, report.table())
         report = equivalence.run(with_train(config(dp, cp, 8, 45), dtype="bf16"), text(cfg), device=CPU, group=dist.group.WORLD)
         found["report"][dp, cp, "bf16"] = (report.ok, report.table())
 
@@ -126,21 +135,41 @@ def one_rank(samples: int, seq_len: int) -> dict:
     return step_of(config(1, 1, samples, seq_len, eval_sequences=5), single())
 
 
+@functools.cache
+def one_rank_with_sinks(samples: int, seq_len: int) -> dict:
+    return step_of(with_sinks(config(1, 1, samples, seq_len, eval_sequences=5)), single())
+
+
+def assert_same_step(got: dict, want: dict) -> None:
+    assert (got["tokens"], got["valid"]) == (want["tokens"], want["valid"])
+    assert got["loss"] == pytest.approx(want["loss"], rel=2e-6)
+    assert got["norm"] == pytest.approx(want["norm"], rel=1e-5)
+    for name, reference in want["gradients"].items():
+        atol = 1e-5 * float(reference.abs().max()) + 1e-12
+        torch.testing.assert_close(got["gradients"][name], reference, rtol=0, atol=atol)
+        torch.testing.assert_close(got["weights"][name], want["weights"][name], rtol=0, atol=1e-6)
+    assert max(float((got["weights"][n] - w).abs().max()) for n, w in want["weights"].items()) < 1e-6
+
+
 CASES = [(dp, cp, samples, seq_len) for dp, cp in WORLDS for samples in SAMPLES for seq_len in LENGTHS]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_one_sgd_step_is_that_of_one_rank(ranks, case):
-    want = one_rank(*case[2:])
-    for got in (rank["one step"][case] for rank in ranks):
-        assert (got["tokens"], got["valid"]) == (want["tokens"], want["valid"])
-        assert got["loss"] == pytest.approx(want["loss"], rel=2e-6)
-        assert got["norm"] == pytest.approx(want["norm"], rel=1e-5)
-        for name, reference in want["gradients"].items():
-            atol = 1e-5 * float(reference.abs().max()) + 1e-12
-            torch.testing.assert_close(got["gradients"][name], reference, rtol=0, atol=atol)
-            torch.testing.assert_close(got["weights"][name], want["weights"][name], rtol=0, atol=1e-6)
-        assert max(float((got["weights"][n] - w).abs().max()) for n, w in want["weights"].items()) < 1e-6
+    for rank in ranks:
+        assert_same_step(rank["one step"][case], one_rank(*case[2:]))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case[2] == 4], ids=str)
+def test_one_sgd_step_of_a_model_with_sinks_and_softcap_is_that_of_one_rank(ranks, case):
+    want = one_rank_with_sinks(*case[2:])
+    for rank in ranks:
+        assert_same_step(rank["sinks"][case], want)
+    for layer in range(2):
+        # every head's sink is moved, and away from its start at 0
+        assert want["gradients"][f"layers.{layer}.attention.sinks"].shape == (4,)
+        assert bool((want["weights"][f"layers.{layer}.attention.sinks"] != 0).all())
+    assert want["loss"] != one_rank(*case[2:])["loss"]
 
 
 def test_the_step_moves_every_weight_so_that_equality_means_something():
