@@ -6,11 +6,11 @@
     backward(dout, q, k, v, lse, delta, intervals, *, softmax_scale, softcap=0.0, dq, dk, dv, accumulate_dq, accumulate_dkv,
              deterministic, spare_sms=0)
     delta(dout, out, dlse=None)
-    warmup(dtype, head_dim, device, ..., head_dim_v=None, softcap=0.0)    compile what a run will need, before the first collective
+    warmup(dtype, head_dim, device, ..., head_dim_v=None, softcap=0.0)     compile what a run needs, before the first collective
 
 head_dim is that of q and k; head_dim_v, that of v and out, may differ (None: the same). softcap c > 0: scores become
-c * tanh(score / c), before the mask. spare_sms: how many multiprocessors a persistent grid leaves free for communication; a backend
-whose grids are not persistent has none to leave. Attention sinks are no kernel matter: the state starts at (0, sink).
+c * tanh(score / c), before the mask. spare_sms: how many multiprocessors a persistent grid leaves free for communication; a
+backend whose grids are not persistent has none to leave. Attention sinks are no kernel matter: the state starts at (0, sink).
 
 `reference.py` is their specification. A kernel that was asked for by name runs or raises; nothing falls back.
 """
@@ -73,7 +73,8 @@ def select(
     if kernel != "auto":
         reason = unavailable(kernel, **request)
         if reason is not None:
-            raise RuntimeError(f"kernel={kernel!r} is not available for {_request(device, dtype, head_dim, head_dim_v)}: {reason}")
+            wanted = _request(device, dtype, head_dim, head_dim_v)
+            raise RuntimeError(f"kernel={kernel!r} is not available for {wanted}: {reason}")
         return _load(kernel)
     reasons = []
     for name in _AUTO.get(device.type, ()):

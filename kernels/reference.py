@@ -5,8 +5,8 @@ visits: DESIGN.md, Note [Folding]. The backward takes the merged lse, so that vi
 Note [Backward needs only the merged lse]. It makes [B, Hq, Sq, Sk] tensors: for tests, small lengths and float64. The other
 backends promise the same contract.
 
-Shapes: q [B, Sq, Hq, D]; k [B, Sk, Hkv, D]; v [B, Sk, Hkv, Dv]; out, dout [B, Sq, Hq, Dv]; any strides, any D and Dv; query head h
-reads kv head h // (Hq // Hkv). acc = accumulate_dtype(q.dtype): float32, or float64 for float64. lse is the natural log. Sq = 0
+Shapes: q [B, Sq, Hq, D]; k [B, Sk, Hkv, D]; v [B, Sk, Hkv, Dv]; out, dout [B, Sq, Hq, Dv]; any strides, any D and Dv; query head
+h reads kv head h // (Hq // Hkv). acc = accumulate_dtype(q.dtype): float32, or float64 for float64. lse is the natural log. Sq = 0
 and Sk = 0 are legal. softcap c > 0 bounds the scores: c * tanh(score / c), before the mask; 0.0 leaves them.
 """
 from __future__ import annotations

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import triton_dq
 from .intervals import Intervals
+from .reference import check_softcap
 from .triton_backward import backward_kernel, backward_launch, exponent
 from .triton_forward import forward as _forward
 from .triton_support import INTERPRETED, interpreter_problem, require_rows_last, rows_last
@@ -49,27 +50,22 @@ def _on(x: Tensor) -> AbstractContextManager:
     return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
 
 
-def _tile(x: Tensor, kind: str) -> Tile:
-    return tile_for("interpreter" if INTERPRETED else arch_of(x.device), x.shape[-1], kind, x.dtype)
-
-
-def _not_yet(q: Tensor, v: Tensor, softcap: float) -> None:
-    if softcap or q.shape[-1] != v.shape[-1]:
-        raise NotImplementedError("kernel='triton': softcap and a head_dim_v other than head_dim")
+def _tile(q: Tensor, v: Tensor, kind: str) -> Tile:
+    return tile_for("interpreter" if INTERPRETED else arch_of(q.device), q.shape[-1], kind, q.dtype, v.shape[-1])
 
 
 @torch.no_grad()
 def forward(
     q: Tensor,  # IN    [B, Sq, Hq, D], any strides
     k: Tensor,  # IN    [B, Sk, Hkv, D], any strides
-    v: Tensor,  # IN    [B, Sk, Hkv, D], any strides
+    v: Tensor,  # IN    [B, Sk, Hkv, Dv], any strides
     intervals: Intervals,
     *,
     softmax_scale: float,
     softcap: float = 0.0,
-    state: Tensor | None,  # INOUT [B, Sq, Hq, D] fp32, last stride 1
+    state: Tensor | None,  # INOUT [B, Sq, Hq, Dv] fp32, last stride 1
     lse: Tensor,  # INOUT [B, Hq, Sq] fp32, natural log, last stride 1
-    out: Tensor | None,  # OUT   [B, Sq, Hq, D] input dtype, last stride 1
+    out: Tensor | None,  # OUT   [B, Sq, Hq, Dv] input dtype, last stride 1
     first: bool,
     spare_sms: int = 0,  # nothing here to spare: no persistent grid
 ) -> None:
@@ -77,18 +73,18 @@ def forward(
 
     first: state and lse are written, never read. out given: the last visit; state is then left as it was.
     """
-    _not_yet(q, v, softcap)
+    check_softcap(softcap)
     with _on(q):
-        _forward(
-            q, k, v, intervals, softmax_scale=softmax_scale, state=state, lse=lse, out=out, first=first, tile=_tile(q, "forward"))
+        _forward(q, k, v, intervals, softmax_scale=softmax_scale, softcap=softcap, state=state, lse=lse, out=out, first=first,
+                 tile=_tile(q, v, "forward"))
 
 
 @torch.no_grad()
 def backward(
-    dout: Tensor,  # IN    [B, Sq, Hq, D], any strides
+    dout: Tensor,  # IN    [B, Sq, Hq, Dv], any strides
     q: Tensor,  # IN    [B, Sq, Hq, D], any strides
     k: Tensor,  # IN    [B, Sk, Hkv, D], any strides
-    v: Tensor,  # IN    [B, Sk, Hkv, D], any strides
+    v: Tensor,  # IN    [B, Sk, Hkv, Dv], any strides
     lse: Tensor,  # IN    [B, Hq, Sq] fp32, merged, natural log
     delta: Tensor,  # IN    [B, Hq, Sq] fp32
     intervals: Intervals,
@@ -97,7 +93,7 @@ def backward(
     softcap: float = 0.0,
     dq: Tensor,  # OUT / INOUT [B, Sq, Hq, D] fp32, last stride 1
     dk: Tensor,  # OUT / INOUT [B, Sk, Hkv, D] fp32, last stride 1
-    dv: Tensor,  # OUT / INOUT [B, Sk, Hkv, D] fp32, last stride 1
+    dv: Tensor,  # OUT / INOUT [B, Sk, Hkv, Dv] fp32, last stride 1
     accumulate_dq: bool,
     accumulate_dkv: bool,
     deterministic: bool,
@@ -105,28 +101,29 @@ def backward(
 ) -> None:
     """This visit's share of dq, dk, dv. Not accumulating: every row is written and nothing is read. Rows whose lse is -inf give
     nothing. deterministic: no atomics, two kernels."""
-    _not_yet(q, v, softcap)
+    check_softcap(softcap)
     for label, x in (("dq", dq), ("dk", dk), ("dv", dv)):
         require_rows_last(label, x)
-    if 0 in q.shape or 0 in k.shape or intervals.is_empty:
+    if 0 in q.shape or 0 in v.shape or intervals.is_empty:
         _write_zeros(dq, dk, dv, accumulate_dq, accumulate_dkv)
         return
     dout, q, k, v = (rows_last(x) for x in (dout, q, k, v))
-    tile = _tile(q, "backward")
+    tile = _tile(q, v, "backward")
     separate = deterministic or tile.dq == "separate"
     if separate:
-        tile = _tile(q, "dkv")
+        tile = _tile(q, v, "dkv")
     elif not accumulate_dq:
         dq.zero_()  # the kernel adds
     with _on(q):
         lse_log2, delta = exponent(rows_last(lse)), delta.contiguous()
         grid, arguments, options = backward_launch(
             dout, q, k, v, lse_log2, delta, intervals.q_lo, intervals.q_hi, None if separate else dq, dk, dv, softmax_scale,
-            accumulate_dkv, tile)
+            softcap, accumulate_dkv, tile)
         backward_kernel[grid](**arguments, **options)
         if separate:
             grid, arguments, options = triton_dq.dq_launch(
-                dout, q, k, v, lse_log2, delta, intervals.k_lo, intervals.k_hi, dq, softmax_scale, accumulate_dq, _tile(q, "dq"))
+                dout, q, k, v, lse_log2, delta, intervals.k_lo, intervals.k_hi, dq, softmax_scale, softcap, accumulate_dq,
+                _tile(q, v, "dq"))
             triton_dq.dq_kernel[grid](**arguments, **options)
 
 
@@ -140,7 +137,7 @@ def _write_zeros(dq: Tensor, dk: Tensor, dv: Tensor, accumulate_dq: bool, accumu
 
 @torch.no_grad()
 def delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
-    """rowsum(dout * out) - dlse: fp32 [B, Hq, Sq]. dout, out: [B, Sq, Hq, D], dlse [B, Hq, Sq], any strides."""
+    """rowsum(dout * out) - dlse: fp32 [B, Hq, Sq]. dout, out: [B, Sq, Hq, Dv], dlse [B, Hq, Sq], any strides."""
     with _on(out):
         return triton_dq.delta(dout, out, dlse)
 
@@ -158,32 +155,30 @@ def warmup(
     the batch stride depends on the number of rows too, and a variant may be left for later.)
     """
     device = torch.device(device)
-    if softcap or head_dim_v not in (None, head_dim):
-        raise NotImplementedError("kernel='triton': softcap and a head_dim_v other than head_dim")
+    head_dim_v = head_dim if head_dim_v is None else head_dim_v
     rows = 16
     q = torch.zeros((batch, rows, num_heads, head_dim), dtype=dtype, device=device)
     bounds = torch.zeros(rows, dtype=torch.int32), torch.full((rows,), rows, dtype=torch.int32)
     intervals = Intervals.from_host(*bounds, *bounds, device)
-    state = torch.zeros((batch, rows, num_heads, head_dim), dtype=torch.float32, device=device)
+    dq, state = (torch.zeros((batch, rows, num_heads, d), dtype=torch.float32, device=device) for d in (head_dim, head_dim_v))
     lse = torch.zeros((batch, num_heads, rows), dtype=torch.float32, device=device)
-    out = torch.zeros_like(q)
+    out = torch.zeros((batch, rows, num_heads, head_dim_v), dtype=dtype, device=device)
     for dlse in (None, lse):
         row_sums = delta(out, out, dlse)
 
     def keys(dtype: torch.dtype, packed: bool) -> tuple[Tensor, Tensor]:
         """A rank's own k, v (or dk, dv), or views of one buffer as they arrive from another."""
-        shape = (rows, batch, num_kv_heads, head_dim) if packed else (batch, rows, num_kv_heads, head_dim)
         if not packed:
-            return torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
-        both = torch.zeros((*shape[:-1], 2 * head_dim), dtype=dtype, device=device)
-        return tuple(x.transpose(0, 1) for x in both.split(head_dim, -1))
+            return tuple(torch.zeros((batch, rows, num_kv_heads, d), dtype=dtype, device=device) for d in (head_dim, head_dim_v))
+        both = torch.zeros((rows, batch, num_kv_heads, head_dim + head_dim_v), dtype=dtype, device=device)
+        return tuple(x.transpose(0, 1) for x in both.split((head_dim, head_dim_v), -1))
 
     for packed in (False, True):
         k, v = keys(dtype, packed)
         for first in (True, False):
             for result in (None, out):
-                forward(q, k, v, intervals, softmax_scale=1.0, state=state, lse=lse, out=result, first=first)
+                forward(q, k, v, intervals, softmax_scale=1.0, softcap=softcap, state=state, lse=lse, out=result, first=first)
         dk, dv = keys(torch.float32, packed)
         for accumulate in (False, True):
-            backward(out, q, k, v, lse, row_sums, intervals, softmax_scale=1.0, dq=state, dk=dk, dv=dv,
+            backward(out, q, k, v, lse, row_sums, intervals, softmax_scale=1.0, softcap=softcap, dq=dq, dk=dk, dv=dv,
                      accumulate_dq=accumulate, accumulate_dkv=accumulate, deterministic=deterministic)

@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .triton_support import (
-    INTERPRETED, LOG2_E, describable, describe, dot, dot_add, load_rows, rounded, section_heads, section_of, strides,
-    tile_pointers,
+    INTERPRETED, LOG2_E, describable, describe, dot, dot_add, load_rows, rounded, scale_in_tanh, section_heads, section_of,
+    strides, tanh_and_slope, tile_pointers,
 )
 from .triton_tiles import Tile, padded_head_dim
 
@@ -42,16 +42,17 @@ def exponent_kernel(
 @triton.jit
 def _step(
     q, dout, lse_log2, delta, dq, k_tile, v_tile, dk, dv, lo, hi, batch, head, row0,
-    softmax_scale, scale_log2, num_q, num_heads,
+    softmax_scale, scale_log2, tanh_scale, num_q, num_heads,
     q_sb, q_ss, q_sh, dout_sb, dout_ss, dout_sh, dq_sb, dq_ss, dq_sh,
-    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, HEAD_DIM_V: tl.constexpr, DV_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     DQ: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr,
 ):
     """One query tile against the program's keys. Scores are transposed, [BLOCK_N, BLOCK_M]: p and ds then feed dv and dk from
     registers, and the bounds are two numbers per row of the tile."""
     rows = row0 + tl.arange(0, BLOCK_M)
     q_tile = load_rows(q, batch, head, row0, num_q, q_sb, q_ss, q_sh, BLOCK_M, HEAD_DIM, D_PAD, TMA, MASKED)
-    dout_tile = load_rows(dout, batch, head, row0, num_q, dout_sb, dout_ss, dout_sh, BLOCK_M, HEAD_DIM, D_PAD, TMA, MASKED)
+    dout_tile = load_rows(dout, batch, head, row0, num_q, dout_sb, dout_ss, dout_sh, BLOCK_M, HEAD_DIM_V, DV_PAD, TMA, MASKED)
     # 64 bit: B * Hq * Sq elements
     row_base = (batch * num_heads + head).to(tl.int64) * num_q
     if MASKED:
@@ -61,6 +62,8 @@ def _step(
         row_lse = tl.load(lse_log2 + row_base + rows)
         row_delta = tl.load(delta + row_base + rows)
     scores = dot(k_tile, q_tile.T, UPCAST)
+    if tanh_scale is not None:
+        scores, slope = tanh_and_slope(scores * tanh_scale)
     exponents = scores * scale_log2 - row_lse[None, :]
     if MASKED:
         seen = (rows[None, :] >= lo[:, None]) & (rows[None, :] < hi[:, None])
@@ -69,6 +72,8 @@ def _step(
     dv = dot_add(rounded(p, dout_tile.dtype, UPCAST), dout_tile, dv, UPCAST)
     dp = dot(v_tile, dout_tile.T, UPCAST)
     ds = p * (dp - row_delta[None, :])
+    if tanh_scale is not None:
+        ds = ds * slope
     if MASKED:
         # By selection: 0 * (inf or NaN) would stay NaN. Testing p spares the registers that would hold `seen`.
         ds = tl.where(p == 0.0, 0.0, ds)
@@ -91,16 +96,18 @@ _COUNTS = ["num_q", "num_k", "num_heads", "group", "num_kv_total", "section"]
 def backward_kernel(
     q,  # IN    [B, Sq, Hq, D] pointer, or descriptor with blocks of BLOCK_M rows
     k,  # IN    [B, Sk, Hkv, D] likewise, BLOCK_N rows
-    v,  # IN    [B, Sk, Hkv, D] likewise, BLOCK_N rows
-    dout,  # IN    [B, Sq, Hq, D] likewise, BLOCK_M rows
+    v,  # IN    [B, Sk, Hkv, Dv] likewise, BLOCK_N rows
+    dout,  # IN    [B, Sq, Hq, Dv] likewise, BLOCK_M rows
     q_lo,  # IN    [Sk] int32, non-decreasing
     q_hi,  # IN    [Sk] int32, non-decreasing
     lse_log2,  # IN    [B, Hq, Sq] fp32 contiguous, base 2, +inf for dead rows
     delta,  # IN    [B, Hq, Sq] fp32 contiguous
     dq,  # INOUT [B, Sq, Hq, D] fp32: pointer, descriptor (DQ = "tma") or None; added to
     dk,  # OUT / INOUT [B, Sk, Hkv, D] fp32
-    dv,  # OUT / INOUT [B, Sk, Hkv, D] fp32
+    dv,  # OUT / INOUT [B, Sk, Hkv, Dv] fp32
     softmax_scale,
+    softcap,  # fp32; None: no cap
+    tanh_scale,  # softmax_scale / softcap; None: no cap
     q_sb, q_ss, q_sh, k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, dout_sb, dout_ss, dout_sh,
     dq_sb, dq_ss, dq_sh, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh,
     num_q, num_k,
@@ -108,7 +115,8 @@ def backward_kernel(
     group,  # Hq / Hkv
     num_kv_total,  # B * Hkv
     section,  # kv heads walked together
-    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, HEAD_DIM_V: tl.constexpr, DV_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ACCUMULATE: tl.constexpr,  # add to dk, dv
     DQ: tl.constexpr,  # "tma", "atomic" or "separate"
     TMA: tl.constexpr, UPCAST: tl.constexpr,
@@ -120,7 +128,7 @@ def backward_kernel(
     batch = head_b // num_kv_heads
     kv_head = head_b - batch * num_kv_heads
     head0 = kv_head * group
-    scale_log2 = softmax_scale * LOG2_E
+    scale_log2 = (softmax_scale if softcap is None else softcap) * LOG2_E
 
     last = tl.minimum(col0 + BLOCK_N, num_k) - 1
     lo_first = tl.load(q_lo + col0)
@@ -141,9 +149,9 @@ def backward_kernel(
 
     cols = col0 + tl.arange(0, BLOCK_N)
     k_tile = load_rows(k, batch, kv_head, col0, num_k, k_sb, k_ss, k_sh, BLOCK_N, HEAD_DIM, D_PAD, TMA, True)
-    v_tile = load_rows(v, batch, kv_head, col0, num_k, v_sb, v_ss, v_sh, BLOCK_N, HEAD_DIM, D_PAD, TMA, True)
+    v_tile = load_rows(v, batch, kv_head, col0, num_k, v_sb, v_ss, v_sh, BLOCK_N, HEAD_DIM_V, DV_PAD, TMA, True)
     dk_acc = tl.zeros([BLOCK_N, D_PAD], tl.float32)
-    dv_acc = tl.zeros([BLOCK_N, D_PAD], tl.float32)
+    dv_acc = tl.zeros([BLOCK_N, DV_PAD], tl.float32)
 
     # One loop over (head, full tile): a loop per head would drain its pipeline at every head.
     # Neighbours start one tile apart, or all programs of a head would add to the same rows of dq at once.
@@ -154,9 +162,9 @@ def backward_kernel(
     for _ in range(0, num_full * group):
         dk_acc, dv_acc = _step(
             q, dout, lse_log2, delta, dq, k_tile, v_tile, dk_acc, dv_acc, 0, 0, batch, head, tile * BLOCK_M,
-            softmax_scale, scale_log2, num_q, num_heads,
+            softmax_scale, scale_log2, tanh_scale, num_q, num_heads,
             q_sb, q_ss, q_sh, dout_sb, dout_ss, dout_sh, dq_sb, dq_ss, dq_sh,
-            HEAD_DIM, D_PAD, BLOCK_M, BLOCK_N, DQ, TMA, False, UPCAST)
+            HEAD_DIM, D_PAD, HEAD_DIM_V, DV_PAD, BLOCK_M, BLOCK_N, DQ, TMA, False, UPCAST)
         tile = tl.where(tile + 1 == full_hi, full_lo, tile + 1)
         head = tl.where(tile == start, head + 1, head)
 
@@ -170,13 +178,13 @@ def backward_kernel(
         row0 = tl.where(index < left, tile_lo + index, full_hi + index - left) * BLOCK_M
         dk_acc, dv_acc = _step(
             q, dout, lse_log2, delta, dq, k_tile, v_tile, dk_acc, dv_acc, lo, hi, batch, head, row0,
-            softmax_scale, scale_log2, num_q, num_heads,
+            softmax_scale, scale_log2, tanh_scale, num_q, num_heads,
             q_sb, q_ss, q_sh, dout_sb, dout_ss, dout_sh, dq_sb, dq_ss, dq_sh,
-            HEAD_DIM, D_PAD, BLOCK_M, BLOCK_N, DQ, TMA, True, UPCAST)
+            HEAD_DIM, D_PAD, HEAD_DIM_V, DV_PAD, BLOCK_M, BLOCK_N, DQ, TMA, True, UPCAST)
         index = tl.where(index + 1 == num_masked, 0, index + 1)
         head = tl.where(index == 0, head + 1, head)
 
-    pointers, mask = tile_pointers(dv, batch, kv_head, col0, num_k, dv_sb, dv_ss, dv_sh, BLOCK_N, HEAD_DIM, D_PAD)
+    pointers, mask = tile_pointers(dv, batch, kv_head, col0, num_k, dv_sb, dv_ss, dv_sh, BLOCK_N, HEAD_DIM_V, DV_PAD)
     if ACCUMULATE:
         dv_acc += tl.load(pointers, mask=mask, other=0.0)
     tl.store(pointers, dv_acc, mask=mask)
@@ -199,25 +207,26 @@ def exponent(lse: Tensor) -> Tensor:
 
 
 def backward_launch(
-    dout: Tensor,  # IN    [B, Sq, Hq, D], last stride 1
+    dout: Tensor,  # IN    [B, Sq, Hq, Dv], last stride 1
     q: Tensor,  # IN    [B, Sq, Hq, D], last stride 1
     k: Tensor,  # IN    [B, Sk, Hkv, D], last stride 1
-    v: Tensor,  # IN    [B, Sk, Hkv, D], last stride 1
+    v: Tensor,  # IN    [B, Sk, Hkv, Dv], last stride 1
     lse_log2: Tensor,  # IN    [B, Hq, Sq] fp32 contiguous
     delta: Tensor,  # IN    [B, Hq, Sq] fp32 contiguous
     q_lo: Tensor,  # IN    [Sk] int32
     q_hi: Tensor,  # IN    [Sk] int32
     dq: Tensor | None,  # INOUT [B, Sq, Hq, D] fp32; None: left to another kernel
     dk: Tensor,  # OUT / INOUT [B, Sk, Hkv, D] fp32
-    dv: Tensor,  # OUT / INOUT [B, Sk, Hkv, D] fp32
+    dv: Tensor,  # OUT / INOUT [B, Sk, Hkv, Dv] fp32
     softmax_scale: float,
+    softcap: float,
     accumulate: bool,
     tile: Tile,
 ) -> tuple[tuple[int], dict, dict]:
     """(grid, kernel arguments, options) of `backward_kernel`."""
     batch, num_q, num_heads, head_dim = q.shape
-    num_k, num_kv_heads = k.shape[1], k.shape[2]
-    width = padded_head_dim(head_dim)
+    num_k, num_kv_heads, head_dim_v = v.shape[1:]
+    width, width_v = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
     tma = tile.tma and all(describable(x) for x in (q, k, v, dout))
     mode = "separate" if dq is None else tile.dq
     if mode == "tma" and not (tma and describable(dq)):
@@ -228,14 +237,15 @@ def backward_launch(
     arguments = dict(
         q=describe(q, tile.block_m, width) if tma else q,
         k=describe(k, tile.block_n, width) if tma else k,
-        v=describe(v, tile.block_n, width) if tma else v,
-        dout=describe(dout, tile.block_m, width) if tma else dout,
+        v=describe(v, tile.block_n, width_v) if tma else v,
+        dout=describe(dout, tile.block_m, width_v) if tma else dout,
         q_lo=q_lo, q_hi=q_hi, lse_log2=lse_log2, delta=delta,
         dq=describe(dq, tile.block_m, width) if mode == "tma" else dq,
-        dk=dk, dv=dv, softmax_scale=float(softmax_scale), **steps,
+        dk=dk, dv=dv, softmax_scale=float(softmax_scale), softcap=float(softcap) if softcap else None,
+        tanh_scale=scale_in_tanh(softmax_scale, softcap), **steps,
         num_q=num_q, num_k=num_k, num_heads=num_heads, group=num_heads // num_kv_heads, num_kv_total=batch * num_kv_heads,
-        section=section_heads(k, batch * num_kv_heads, tile.section_bytes),
-        HEAD_DIM=head_dim, D_PAD=width, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        section=section_heads(k, v, batch * num_kv_heads, tile.section_bytes),
+        HEAD_DIM=head_dim, D_PAD=width, HEAD_DIM_V=head_dim_v, DV_PAD=width_v, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         ACCUMULATE=accumulate, DQ=mode, TMA=tma, UPCAST=INTERPRETED,
     )
     grid = (triton.cdiv(num_k, tile.block_n) * batch * num_kv_heads,)

@@ -12,19 +12,21 @@ from torch import Tensor
 
 from .intervals import Intervals
 from .triton_support import (
-    INTERPRETED, LOG2_E, describable, describe, dot, dot_add, load_rows, require_rows_last, rounded, rows_last, section_heads,
-    section_of, strides, tile_pointers,
+    INTERPRETED, LOG2_E, describable, describe, dot, dot_add, load_rows, require_rows_last, rounded, rows_last, scale_in_tanh,
+    section_heads, section_of, strides, tanh, tile_pointers,
 )
 from .triton_tiles import Tile, padded_head_dim
 
 
 @triton.jit
 def _attend(
-    q, acc, row_sum, row_max, k, v, col0, lo, hi, scale_log2,
+    q, acc, row_sum, row_max, k, v, col0, lo, hi, scale_log2, tanh_scale,
     BLOCK_N: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr,
 ):
-    """One key tile. row_max is of the raw scores: the scale enters in the exponent's fused multiply-add."""
+    """One key tile. row_max is of raw scores, or of their tanh: the scale, or cap, enters in the exponent's multiply-add."""
     scores = dot(q, k.T, UPCAST)
+    if tanh_scale is not None:
+        scores = tanh(scores * tanh_scale)
     if MASKED:
         cols = col0 + tl.arange(0, BLOCK_N)
         seen = (cols[None, :] >= lo[:, None]) & (cols[None, :] < hi[:, None])
@@ -48,13 +50,14 @@ _COUNTS = ["num_q", "num_k", "num_heads", "group", "num_kv_total", "section", "l
 def forward_kernel(
     q,  # IN    [B, Sq, Hq, D] pointer, or descriptor with blocks of BLOCK_M rows
     k,  # IN    [B, Sk, Hkv, D] likewise, BLOCK_N rows
-    v,  # IN    [B, Sk, Hkv, D] likewise
+    v,  # IN    [B, Sk, Hkv, Dv] likewise
     k_lo,  # IN    [Sq] int32, non-decreasing
     k_hi,  # IN    [Sq] int32, non-decreasing
-    state,  # INOUT [B, Sq, Hq, D] fp32, or None
+    state,  # INOUT [B, Sq, Hq, Dv] fp32, or None
     lse,  # INOUT [B, Hq, Sq] fp32, natural log
-    out,  # OUT   [B, Sq, Hq, D] input dtype, or None
-    softmax_scale,  # > 0
+    out,  # OUT   [B, Sq, Hq, Dv] input dtype, or None
+    softmax_scale,  # > 0; of the scores, or of their tanh: then it is the softcap
+    tanh_scale,  # fp32: scores become tanh(tanh_scale * q k^T); None: no cap
     q_sb, q_ss, q_sh, k_sb, k_ss, k_sh, v_sb, v_ss, v_sh,
     state_sb, state_ss, state_sh, out_sb, out_ss, out_sh, lse_sb, lse_sh,
     num_q, num_k,
@@ -62,7 +65,8 @@ def forward_kernel(
     group,  # Hq / Hkv
     num_kv_total,  # B * Hkv
     section,  # kv heads walked together
-    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, HEAD_DIM_V: tl.constexpr, DV_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     FIRST: tl.constexpr,  # nothing to fold into
     WRITE_STATE: tl.constexpr,
     WRITE_OUT: tl.constexpr,
@@ -97,16 +101,16 @@ def forward_kernel(
     rows = row0 + tl.arange(0, BLOCK_M)
     valid = rows < num_q
     q_tile = load_rows(q, batch, head, row0, num_q, q_sb, q_ss, q_sh, BLOCK_M, HEAD_DIM, D_PAD, TMA, True)
-    acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+    acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
 
     for tile in range(full_lo, full_hi):
         col0 = tile * BLOCK_N
         k_tile = load_rows(k, batch, kv_head, col0, num_k, k_sb, k_ss, k_sh, BLOCK_N, HEAD_DIM, D_PAD, TMA, False)
-        v_tile = load_rows(v, batch, kv_head, col0, num_k, v_sb, v_ss, v_sh, BLOCK_N, HEAD_DIM, D_PAD, TMA, False)
+        v_tile = load_rows(v, batch, kv_head, col0, num_k, v_sb, v_ss, v_sh, BLOCK_N, HEAD_DIM_V, DV_PAD, TMA, False)
         acc, row_sum, row_max = _attend(
-            q_tile, acc, row_sum, row_max, k_tile, v_tile, col0, 0, 0, scale_log2, BLOCK_N, False, UPCAST)
+            q_tile, acc, row_sum, row_max, k_tile, v_tile, col0, 0, 0, scale_log2, tanh_scale, BLOCK_N, False, UPCAST)
 
     lo = tl.load(k_lo + rows, mask=valid, other=0)
     hi = tl.load(k_hi + rows, mask=valid, other=0)
@@ -114,9 +118,9 @@ def forward_kernel(
     for step in range(0, left + tile_hi - full_hi):
         col0 = tl.where(step < left, tile_lo + step, full_hi + step - left) * BLOCK_N
         k_tile = load_rows(k, batch, kv_head, col0, num_k, k_sb, k_ss, k_sh, BLOCK_N, HEAD_DIM, D_PAD, TMA, True)
-        v_tile = load_rows(v, batch, kv_head, col0, num_k, v_sb, v_ss, v_sh, BLOCK_N, HEAD_DIM, D_PAD, TMA, True)
+        v_tile = load_rows(v, batch, kv_head, col0, num_k, v_sb, v_ss, v_sh, BLOCK_N, HEAD_DIM_V, DV_PAD, TMA, True)
         acc, row_sum, row_max = _attend(
-            q_tile, acc, row_sum, row_max, k_tile, v_tile, col0, lo, hi, scale_log2, BLOCK_N, True, UPCAST)
+            q_tile, acc, row_sum, row_max, k_tile, v_tile, col0, lo, hi, scale_log2, tanh_scale, BLOCK_N, True, UPCAST)
 
     # Natural log from here on. The raw maximum times the scale is rounded once; -inf stays -inf, also through log(0).
     lse_here = row_max * softmax_scale + tl.log(row_sum)
@@ -136,39 +140,40 @@ def forward_kernel(
         nonzero_total = tl.where(total == 0.0, 1.0, total)
         merged = top + tl.log(nonzero_total)
         pointers, mask = tile_pointers(
-            state, batch, head, row0, num_q, state_sb, state_ss, state_sh, BLOCK_M, HEAD_DIM, D_PAD)
+            state, batch, head, row0, num_q, state_sb, state_ss, state_sh, BLOCK_M, HEAD_DIM_V, DV_PAD)
         running = tl.load(pointers, mask=mask, other=0.0)
         result = running * (weight_before / nonzero_total)[:, None] + acc * (weight_here / (nonzero_total * nonzero_sum))[:, None]
     tl.store(lse_pointers, merged, mask=valid)
     if WRITE_STATE:
         pointers, mask = tile_pointers(
-            state, batch, head, row0, num_q, state_sb, state_ss, state_sh, BLOCK_M, HEAD_DIM, D_PAD)
+            state, batch, head, row0, num_q, state_sb, state_ss, state_sh, BLOCK_M, HEAD_DIM_V, DV_PAD)
         tl.store(pointers, result, mask=mask)
     if WRITE_OUT:
-        pointers, mask = tile_pointers(out, batch, head, row0, num_q, out_sb, out_ss, out_sh, BLOCK_M, HEAD_DIM, D_PAD)
+        pointers, mask = tile_pointers(out, batch, head, row0, num_q, out_sb, out_ss, out_sh, BLOCK_M, HEAD_DIM_V, DV_PAD)
         tl.store(pointers, result.to(out.dtype.element_ty), mask=mask)
 
 
 def forward_launch(
     q: Tensor,  # IN    [B, Sq, Hq, D], last stride 1
     k: Tensor,  # IN    [B, Sk, Hkv, D], last stride 1
-    v: Tensor,  # IN    [B, Sk, Hkv, D], last stride 1
+    v: Tensor,  # IN    [B, Sk, Hkv, Dv], last stride 1
     k_lo: Tensor,  # IN    [Sq] int32
     k_hi: Tensor,  # IN    [Sq] int32
-    state: Tensor | None,  # INOUT [B, Sq, Hq, D] fp32
+    state: Tensor | None,  # INOUT [B, Sq, Hq, Dv] fp32
     lse: Tensor,  # INOUT [B, Hq, Sq] fp32
-    out: Tensor | None,  # OUT   [B, Sq, Hq, D]
+    out: Tensor | None,  # OUT   [B, Sq, Hq, Dv]
     softmax_scale: float,
+    softcap: float,
     first: bool,
     tile: Tile,
 ) -> tuple[tuple[int], dict, dict]:
     """(grid, kernel arguments, options) of `forward_kernel`. Nothing is launched: a test compiles from the same arguments."""
     batch, num_q, num_heads, head_dim = q.shape
-    num_k, num_kv_heads = k.shape[1], k.shape[2]
+    num_k, num_kv_heads, head_dim_v = v.shape[1:]
     group = num_heads // num_kv_heads
-    width = padded_head_dim(head_dim)
+    width, width_v = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
     tma = tile.tma and describable(q) and describable(k) and describable(v)
-    section = section_heads(k, batch * num_kv_heads, tile.section_bytes)
+    section = section_heads(k, v, batch * num_kv_heads, tile.section_bytes)
     if first and out is not None:
         state = None  # neither read nor written
     steps = {f"{name}_s{dim}": step for name, x in (("q", q), ("k", k), ("v", v), ("state", state), ("out", out))
@@ -177,11 +182,12 @@ def forward_launch(
     arguments = dict(
         q=describe(q, tile.block_m, width) if tma else q,
         k=describe(k, tile.block_n, width) if tma else k,
-        v=describe(v, tile.block_n, width) if tma else v,
-        k_lo=k_lo, k_hi=k_hi, state=state, lse=lse, out=out, softmax_scale=float(softmax_scale),
+        v=describe(v, tile.block_n, width_v) if tma else v,
+        k_lo=k_lo, k_hi=k_hi, state=state, lse=lse, out=out, softmax_scale=float(softcap or softmax_scale),
+        tanh_scale=scale_in_tanh(softmax_scale, softcap),
         **steps, lse_sb=lse_sb, lse_sh=lse_sh, num_q=num_q, num_k=num_k, num_heads=num_heads, group=group,
         num_kv_total=batch * num_kv_heads, section=section,
-        HEAD_DIM=head_dim, D_PAD=width, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        HEAD_DIM=head_dim, D_PAD=width, HEAD_DIM_V=head_dim_v, DV_PAD=width_v, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         FIRST=first, WRITE_STATE=out is None, WRITE_OUT=out is not None, TMA=tma, UPCAST=INTERPRETED,
     )
     grid = (triton.cdiv(num_q, tile.block_m) * batch * num_heads,)
@@ -190,7 +196,7 @@ def forward_launch(
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, *,
-    softmax_scale: float, state: Tensor | None, lse: Tensor, out: Tensor | None, first: bool, tile: Tile,
+    softmax_scale: float, softcap: float, state: Tensor | None, lse: Tensor, out: Tensor | None, first: bool, tile: Tile,
 ) -> None:
     """`triton_backend.forward` with its tile."""
     require_rows_last("lse", lse)
@@ -199,7 +205,7 @@ def forward(
             require_rows_last(name, x)
     if state is None and (out is None or not first):
         raise ValueError("forward: state may be None only when this visit is both the first and the last")
-    if 0 in q.shape:
+    if 0 in lse.shape:
         return
     if k.shape[1] == 0 or intervals.is_empty:
         _nothing_to_see(state, lse, out, first)
@@ -210,7 +216,8 @@ def forward(
     elif softmax_scale == 0:
         q, softmax_scale = torch.zeros_like(q), 1.0
     grid, arguments, options = forward_launch(
-        rows_last(q), rows_last(k), rows_last(v), intervals.k_lo, intervals.k_hi, state, lse, out, softmax_scale, first, tile)
+        rows_last(q), rows_last(k), rows_last(v), intervals.k_lo, intervals.k_hi, state, lse, out, softmax_scale, softcap,
+        first, tile)
     forward_kernel[grid](**arguments, **options)
 
 

@@ -11,6 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 INTERPRETED: bool = triton.knobs.runtime.interpret  # read here, when the kernels are decorated, and never again
 LOG2_E = tl.constexpr(1.4426950408889634)
+MINUS_2_LOG2_E = tl.constexpr(-2 * 1.4426950408889634)
 ALIGNMENT_BYTES = 16  # of a tensor descriptor's base and strides
 
 
@@ -112,6 +113,34 @@ def rounded(x, dtype: tl.constexpr, UPCAST: tl.constexpr):
 
 
 @triton.jit
+def tanh(x):
+    """tanh(x) in fp32; see `tanh_and_slope`."""
+    # in (0, 1]: neither this nor what follows overflows, and tanh(+-inf) = +-1
+    e = tl.exp2(tl.abs(x) * MINUS_2_LOG2_E)
+    return _tanh(x, e, 1.0 / (1.0 + e))
+
+
+@triton.jit
+def tanh_and_slope(x):
+    """(tanh(x), 1 - tanh(x)^2) in fp32, each with a small *relative* error everywhere (Note [Softcap])."""
+    e = tl.exp2(tl.abs(x) * MINUS_2_LOG2_E)
+    r = 1.0 / (1.0 + e)
+    # never as 1 - tanh^2, which cancels where tanh is near 1
+    return _tanh(x, e, r), 4.0 * e * (r * r)
+
+
+@triton.jit
+def _tanh(x, e, r):
+    """e = exp(-2 |x|), r = 1 / (1 + e). 1 - 2 e r cancels near 0, so there it is x + x^3 P(x^2), P fitted to least relative error
+    (3e-9) on |x| < 0.6; the hardware's own tanh is good to 11 bits only."""
+    square = x * x
+    series = (((-0.005895140580832958 * square + 0.020795956254005432) * square - 0.053783826529979706) * square
+              + 0.13331924378871918) * square - 0.33333298563957214
+    far = 1.0 - 2.0 * e * r
+    return tl.where(tl.abs(x) < 0.6, x + x * square * series, tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
 def section_of(pid, num_tiles, num_heads, section):
     """(rank of the tile, head) of a program: sections of heads in turn, in each the first tile of all its heads first.
 
@@ -160,7 +189,12 @@ def describe(x: Tensor, rows: int, width: int) -> TensorDescriptor:
     return TensorDescriptor(x, [b, h, s, d], [step_b, step_h, step_s, 1], [1, 1, rows, width])
 
 
-def section_heads(k: Tensor, num_groups: int, section_bytes: int) -> int:
+def scale_in_tanh(softmax_scale: float, softcap: float) -> float | None:
+    """What q k^T is multiplied by inside the tanh; None without a cap. Divided here, in double precision."""
+    return float(softmax_scale) / softcap if softcap else None
+
+
+def section_heads(k: Tensor, v: Tensor, num_groups: int, section_bytes: int) -> int:
     """kv heads (over all batches, `num_groups` of them) whose k and v take about section_bytes together; at least 1."""
-    per_head = max(1, 2 * k.shape[1] * k.shape[3] * k.element_size())
+    per_head = max(1, k.shape[1] * (k.shape[3] + v.shape[3]) * k.element_size())
     return max(1, min(num_groups, section_bytes // per_head))

@@ -112,11 +112,12 @@ def arch_of(device: torch.device) -> str:
     return "ampere" if (major, minor) in ((8, 0), (8, 7)) or major in (10, 11) else "small"
 
 
-def tile_for(arch: str, head_dim: int, kind: str, dtype: torch.dtype) -> Tile:
-    """The table's entry; arch "interpreter" has its own."""
+def tile_for(arch: str, head_dim: int, kind: str, dtype: torch.dtype, head_dim_v: int | None = None) -> Tile:
+    """The table's entry; arch "interpreter" has its own. head_dim_v (None: as head_dim): where it differs, the entry of the wider
+    of the two, which needs more of everything."""
     if arch == "interpreter":
         return INTERPRETER_TILES[kind]
-    width = max(64, padded_head_dim(head_dim))
+    width = max(64, padded_head_dim(max(head_dim, head_dim_v or 0)))
     if dtype == torch.float32:
         return TILES.get((arch, width, kind, "float")) or TILES["any", width, kind, "float"]
     return TILES[arch, width, kind, "half"]

@@ -31,6 +31,14 @@ class Case:
     accumulate: bool = False  # dq, dk, dv hold something already
     strided: bool = False
     scale: float = 0.25
+    softcap: float = 0.0
+    head_dim_v: int | None = None  # None: head_dim
+    sinks: bool = False  # the state starts at (0, sink)
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """D, Dv."""
+        return self.head_dim, self.head_dim if self.head_dim_v is None else self.head_dim_v
 
 
 def causal(num_q: int, num_k: int) -> tuple[Tensor, Tensor]:
@@ -86,24 +94,26 @@ def seen_pairs(lo: Tensor, hi: Tensor, num_k: int) -> Tensor:
 
 
 def _inputs(case: Case, device: torch.device, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v, dout; as views of wider buffers when strided. k, v: always views of one [rows, B, Hkv, 2 D] buffer."""
+    """q, k, v, dout; as views of wider buffers when strided. k, v: always views of one [rows, B, Hkv, D + Dv]
+    buffer."""
     c = case
+    D, Dv = c.dims
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=generator.device).to(device, c.dtype)
 
-    kv = normal(c.num_k, c.batch, c.kv_heads, 2 * c.head_dim)
-    k, v = (x.transpose(0, 1) for x in (kv[..., : c.head_dim], kv[..., c.head_dim:]))
+    k, v = normal(c.num_k, c.batch, c.kv_heads, D + Dv).transpose(0, 1).split((D, Dv), -1)
     if not c.strided:
-        return normal(c.batch, c.num_q, c.heads, c.head_dim), k, v, normal(c.batch, c.num_q, c.heads, c.head_dim)
-    q = normal(c.batch, c.num_q, 3, c.heads, c.head_dim)[:, :, 1]
-    dout = normal(c.batch, c.heads, c.head_dim, c.num_q).permute(0, 3, 1, 2)  # last stride is not 1
+        return normal(c.batch, c.num_q, c.heads, D), k, v, normal(c.batch, c.num_q, c.heads, Dv)
+    q = normal(c.batch, c.num_q, 3, c.heads, D)[:, :, 1]
+    dout = normal(c.batch, c.heads, Dv, c.num_q).permute(0, 3, 1, 2)  # last stride is not 1
     return q, k, v, dout
 
 
 def run(backend: ModuleType, case: Case, device: torch.device, seed: int = 0) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """(ours, oracle inputs): out, lse, dq, dk, dv after all visits, starting from NaN-poisoned buffers."""
     c = case
+    D, Dv = c.dims
     generator = torch.Generator().manual_seed(seed)
     q, k, v, dout = _inputs(c, device, generator)
     lo, hi = BOUNDS[c.bounds](c.num_q, c.num_k)
@@ -111,35 +121,40 @@ def run(backend: ModuleType, case: Case, device: torch.device, seed: int = 0) ->
     dlse = torch.where((lo < hi).to(device), dlse, 0.0)
     cuts = [i * c.num_k // c.visits for i in range(c.visits + 1)]
     nan = float("nan")
-    state = torch.full((c.batch, c.num_q, c.heads, c.head_dim), nan, device=device)
+    state = torch.full((c.batch, c.num_q, c.heads, Dv), nan, device=device)
     lse = torch.full((c.batch, c.heads, c.num_q), nan, device=device)
-    out = torch.full((c.batch, c.num_q, c.heads, 2 * c.head_dim), nan, device=device, dtype=c.dtype)[..., c.head_dim:]
+    out = torch.full((c.batch, c.num_q, c.heads, 2 * Dv), nan, device=device, dtype=c.dtype)[..., Dv:]
+    sinks = torch.randn(c.heads, generator=generator).to(device) if c.sinks else None
+    if c.sinks:
+        state.zero_()
+        lse.copy_(sinks[:, None])
+    scores = dict(softmax_scale=c.scale, softcap=c.softcap)
     visits = []
     for i, (a, b) in enumerate(zip(cuts, cuts[1:])):
         local_lo, local_hi = ((x - a).clamp(0, b - a).to(torch.int32) for x in (lo, hi))
         visits.append((a, b, Intervals.from_rows(local_lo, local_hi, b - a, device)))
         last = i == c.visits - 1
-        backend.forward(q, k[:, a:b], v[:, a:b], visits[-1][2], softmax_scale=c.scale, state=None if c.visits == 1 else state,
-                        lse=lse, out=out if last else None, first=i == 0)
+        backend.forward(q, k[:, a:b], v[:, a:b], visits[-1][2], **scores, state=None if c.visits == 1 and not c.sinks else state,
+                        lse=lse, out=out if last else None, first=i == 0 and not c.sinks)
     delta = backend.delta(dout, out, dlse)
     fill = 0.5 if c.accumulate else nan
-    dq = torch.full((c.batch, c.num_q, c.heads, c.head_dim), fill, device=device)
-    dkv = torch.full((c.num_k, c.batch, c.kv_heads, 2 * c.head_dim), fill, device=device)
-    dk, dv = (x.transpose(0, 1) for x in (dkv[..., : c.head_dim], dkv[..., c.head_dim:]))
+    dq = torch.full((c.batch, c.num_q, c.heads, D), fill, device=device)
+    dk, dv = torch.full((c.num_k, c.batch, c.kv_heads, D + Dv), fill, device=device).transpose(0, 1).split((D, Dv), -1)
     for i, (a, b, intervals) in enumerate(visits):
-        backend.backward(dout, q, k[:, a:b], v[:, a:b], lse, delta, intervals, softmax_scale=c.scale, dq=dq, dk=dk[:, a:b],
+        backend.backward(dout, q, k[:, a:b], v[:, a:b], lse, delta, intervals, **scores, dq=dq, dk=dk[:, a:b],
                          dv=dv[:, a:b], accumulate_dq=c.accumulate or i > 0, accumulate_dkv=c.accumulate,
                          deterministic=c.deterministic)
     ours = dict(out=out, lse=lse, dq=dq, dk=dk, dv=dv)
     if c.accumulate:
         ours.update({name: ours[name] - 0.5 for name in ("dq", "dk", "dv")})
-    return ours, dict(q=q, k=k, v=v, dout=dout, dlse=dlse, seen=seen_pairs(lo, hi, c.num_k).to(device), scale=c.scale)
+    seen = seen_pairs(lo, hi, c.num_k).to(device)
+    return ours, dict(q=q, k=k, v=v, dout=dout, dlse=dlse, seen=seen, sinks=sinks, **scores)
 
 
 def errors(ours: dict[str, Tensor], inputs: dict) -> dict[str, Verdict]:
     """The verdict on each tensor, by name (budgets.py)."""
     tensors = [inputs[name] for name in ("q", "k", "v")]
-    others = dict(allowed=inputs["seen"], softmax_scale=inputs["scale"], dout=inputs["dout"], dlse=inputs["dlse"])
+    others = {name: inputs[name] for name in ("softmax_scale", "softcap", "sinks", "dout", "dlse")} | {"allowed": inputs["seen"]}
     verdicts = budgets(ours, attention_oracle(*tensors, **others), eager_attention(*tensors, **others))
     return {verdict.name: verdict for verdict in verdicts}
 
