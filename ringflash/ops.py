@@ -20,8 +20,9 @@ from ringflash.kernels.dispatch import Backend, accumulate_dtype, select
 from ringflash.layout import Layout
 from ringflash.mask import Mask
 from ringflash.mesh import group_by_name
-from ringflash.ring import loop, watchdog
-from ringflash.ring.exchange import DistributedExchange, check_carrier, check_exchange, warm_up
+from ringflash.ring import loop
+from ringflash.ring.carriers import make_carrier
+from ringflash.ring.exchange import check_carrier, check_exchange
 from ringflash.ring.plan import Plan, build_plan
 
 # mask, layout, layout_k: specs, or None. causal, left, right: a mask in place of a spec (causal -1: none, 0, 1). (An int[] would
@@ -159,7 +160,7 @@ def attention_forward(q, k, v, sinks, *arguments):
     elif problem is not None:
         raise problem
     out, lse = empty_outputs(q, v)
-    loop.drive(loop.forward(ring.plan, rank, q, k, v, ring.backend, _carrier(group, size, "forward", q.device),
+    loop.drive(loop.forward(ring.plan, rank, q, k, v, ring.backend, _carrier(a, group, ring.plan, "forward", k, v),
                             softmax_scale=a.softmax_scale, softcap=a.softcap, sinks=sinks, out=out, lse=lse))
     return out, lse
 
@@ -176,7 +177,7 @@ def attention_backward(dout, dlse, q, k, v, sinks, out, lse, *arguments):
     ring = _resolve(Call(q, k, v, sinks, size), a, group, rank)
     gradients: list[Tensor] = []
     loop.drive(loop.backward(
-        ring.plan, rank, dout, dlse, q, k, v, out, lse, ring.backend, _carrier(group, size, "backward", q.device),
+        ring.plan, rank, dout, dlse, q, k, v, out, lse, ring.backend, _carrier(a, group, ring.plan, "backward", k, v),
         softmax_scale=a.softmax_scale, softcap=a.softcap, sinks=sinks, deterministic=a.deterministic, gradients=gradients))
     dq, dk, dv, *dsinks = gradients
     # An op cannot return an optional tensor.
@@ -200,11 +201,8 @@ class _NoExchange:
         return None
 
 
-def _carrier(group: dist.ProcessGroup | None, size: int, pass_: str, device: torch.device) -> Any:
-    if size == 1:
-        return _NoExchange()
-    warm_up(group, device)
-    return DistributedExchange(group, pass_, watchdog.next_call(pass_))
+def _carrier(a: RingArguments, group: dist.ProcessGroup | None, plan: Plan, pass_: str, k: Tensor, v: Tensor) -> Any:
+    return _NoExchange() if plan.cp_size == 1 else make_carrier(a.exchange, group, plan, pass_, k, v)
 
 
 @attention_forward.register_fake

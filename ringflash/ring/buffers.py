@@ -99,7 +99,7 @@ class BufferPool:
     """
 
     def __init__(self, row_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
-        self._row_shape, self._dtype, self._device = row_shape, dtype, device
+        self.row_shape, self.dtype, self._device = row_shape, dtype, device
         self._capacity: dict[tuple, int] = {}
         self._buffers: dict[tuple, Tensor] = {}
 
@@ -112,6 +112,6 @@ class BufferPool:
         buffer = self._buffers.get(slot)
         if buffer is None or buffer.shape[0] < rows:
             capacity = max(rows, self._capacity.get(slot, 0))
-            buffer = torch.empty((capacity, *self._row_shape), dtype=self._dtype, device=self._device)
+            buffer = torch.empty((capacity, *self.row_shape), dtype=self.dtype, device=self._device)
             self._buffers[slot] = buffer
         return buffer[:rows]

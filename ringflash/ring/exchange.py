@@ -1,9 +1,9 @@
 """Moving packed blocks between the ranks of a ring: bytes only, no maths.
 
-A carrier has one method: post(step, sends, recvs) -> Pending | None posts a step's messages as ONE batch, in the plan's order,
-which both ends share (Note [Messages are posted in one step by both ends]); None when there are none. Nothing that was received
-may be read, and nothing that was sent may be written, before Pending.wait(). Here: torch.distributed (NCCL for CUDA tensors, gloo
-for CPU tensors); loopback.py has the carrier that needs no processes.
+post(step, sends, recvs) -> Pending | None posts a step's messages as ONE batch, in the plan's order, which both ends share
+(Note [Messages are posted in one step by both ends]); None when there are none. Nothing that was received may be read, and nothing
+that was sent may be written, before Pending.wait(). Here: torch.distributed (NCCL for CUDA tensors, gloo for CPU tensors);
+copy_engine.py has that of one NVLink domain, loopback.py the one that needs no processes.
 """
 from __future__ import annotations
 
@@ -35,7 +35,11 @@ class Pending(Protocol):
 
 class Exchange(Protocol):
     def post(self, step: int, sends: Parcels, recvs: Parcels) -> Pending | None:
-        """Post one step's batch. Tensors are contiguous [rows, B, Hkv, 2*D]; a receive has exactly its message's rows."""
+        """Post one step's batch. Tensors are contiguous [rows, B, Hkv, D + Dv]; a receive has exactly its message's rows."""
+        ...
+
+    def receive_buffer(self, message: Message, row_shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """The buffer [rows, *row_shape] that a message has to be received in, where the carrier minds; else None."""
         ...
 
 
@@ -68,11 +72,9 @@ def log_sends(pass_: str, sends: Parcels) -> None:
 
 
 def check_exchange(exchange: str) -> None:
-    """ValueError for an unknown name, NotImplementedError for "copy"."""
+    """ValueError for an unknown name."""
     if exchange not in EXCHANGES:
         raise ValueError(f"exchange={exchange!r}: unknown; valid: {', '.join(EXCHANGES)}")
-    if exchange == "copy":
-        raise NotImplementedError("exchange='copy': symmetric memory and copy engines are not built yet; use 'auto' or 'nccl'")
 
 
 def group_backends(group: dist.ProcessGroup) -> dict[str, str]:
@@ -81,7 +83,11 @@ def group_backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def check_carrier(exchange: str, group: dist.ProcessGroup, device: torch.device) -> None:
-    """RuntimeError unless this group can carry tensors of `device` point to point, by the backend that `exchange` names."""
+    """RuntimeError unless this group can carry tensors of `device` point to point, by the backend that `exchange` names.
+
+    "copy" needs nccl as well: its ranks find each other through it, and it goes between hosts. Whether their devices can copy to
+    each other is found out later, by all ranks together (symmetric.py).
+    """
     check_exchange(exchange)
     backends = group_backends(group)
     wanted = _POINT_TO_POINT.get(device.type)
@@ -93,7 +99,7 @@ def check_carrier(exchange: str, group: dist.ProcessGroup, device: torch.device)
         raise RuntimeError(
             f"exchange={exchange!r}: q, k, v are on {device.type}, which needs a group with {wanted}, "
             f"but this group has ({described}); make the group with backend={wanted!r}, or move the tensors")
-    if exchange not in ("auto", wanted):
+    if exchange not in ("auto", wanted) and (exchange, wanted) != ("copy", "nccl"):
         raise RuntimeError(
             f"exchange={exchange!r}: q, k, v are on {device.type}, which {wanted} carries; use exchange='auto' or {wanted!r}")
 
@@ -114,13 +120,19 @@ def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
         try:
             dist.all_reduce(torch.ones(1, device=device), group=group)
         except RuntimeError as error:
-            raise _failure(position, hops, error) from error
+            raise failure(position, hops, error) from error
     watchdog.passed(position, device)
     done.add(device.type)
 
 
 def describe_rank(group: dist.ProcessGroup, rank: int) -> str:
     return f"cp rank {rank} (global rank {dist.get_global_rank(group, rank)})"
+
+
+def describe_hop(group: dist.ProcessGroup, message: Message, is_recv: bool) -> str:
+    verb, peer = ("receiving", f"from {describe_rank(group, message.src)}") if is_recv else (
+        "sending", f"to {describe_rank(group, message.dst)}")
+    return f"{verb} {message.kind} of cp rank {message.owner} {peer}"
 
 
 class DistributedExchange:
@@ -139,21 +151,16 @@ class DistributedExchange:
         operations = [dist.P2POp(dist.irecv if is_recv else dist.isend, tensor,
                                  dist.get_global_rank(self._group, m.src if is_recv else m.dst), self._group)
                       for m, is_recv, tensor in parcels]
-        hops = tuple(self._hop(m, bool(is_recv)) for m, is_recv, _ in parcels)
-        position = watchdog.Position(self._pass, self._call, step, self._describe_rank(self._rank), hops)
+        hops = tuple(describe_hop(self._group, m, bool(is_recv)) for m, is_recv, _ in parcels)
+        position = watchdog.Position(self._pass, self._call, step, describe_rank(self._group, self._rank), hops)
         try:
             works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
-            raise _failure(position, hops, error) from error
+            raise failure(position, hops, error) from error
         return _DistributedPending(works, position, operations[0].tensor.device)
 
-    def _hop(self, message: Message, is_recv: bool) -> str:
-        verb, peer = ("receiving", f"from {self._describe_rank(message.src)}") if is_recv else (
-            "sending", f"to {self._describe_rank(message.dst)}")
-        return f"{verb} {message.kind} of cp rank {message.owner} {peer}"
-
-    def _describe_rank(self, rank: int) -> str:
-        return describe_rank(self._group, rank)
+    def receive_buffer(self, message: Message, row_shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        return None
 
 
 class _DistributedPending:
@@ -169,9 +176,9 @@ class _DistributedPending:
                     work.wait()
                 except RuntimeError as error:
                     culprit = hops[index:index + 1] if len(self._works) == len(hops) else hops
-                    raise _failure(self._position, culprit, error) from error
+                    raise failure(self._position, culprit, error) from error
         watchdog.passed(self._position, self._device)
 
 
-def _failure(position: watchdog.Position, hops: tuple[str, ...], error: RuntimeError) -> RuntimeError:
+def failure(position: watchdog.Position, hops: tuple[str, ...], error: RuntimeError) -> RuntimeError:
     return RuntimeError(f"ring_attention: {position.describe(hops)} failed: {error}")

@@ -54,8 +54,8 @@ def without_rows(x: Tensor, rows: Rows, dim: int = 1) -> Tensor:
 class _Keys:
     """One rank's side of the rotation of K and V: what it holds at this step, and what it sends and receives."""
 
-    def __init__(self, plan: Plan, pass_: str, rank: int, k: Tensor, v: Tensor):
-        self._rank, self._k, self._v = rank, k, v
+    def __init__(self, plan: Plan, pass_: str, rank: int, k: Tensor, v: Tensor, exchange: Exchange):
+        self._rank, self._k, self._v, self._exchange = rank, k, v, exchange
         self._resident: dict[tuple[int, int], Block] = {}   # (owner, lane) -> block
         self._arriving: dict[tuple[int, int], Block] = {}
         self._pool = BufferPool(_row_shape(k, v), k.dtype, k.device)
@@ -72,7 +72,7 @@ class _Keys:
 
     def incoming(self, message: Message) -> Tensor:
         # Two receive buffers per lane: one is read by this step's kernels while the other fills.
-        data = self._pool.take(("recv", message.lane, message.step % 2), count_rows(message.rows))
+        data = _receive_buffer(self._exchange, message, self._pool, ("recv", message.lane, message.step % 2))
         self._arriving[message.owner, message.lane] = Block(message.rows, data)
         return data
 
@@ -101,8 +101,8 @@ class _KeyGradients:
     added.
     """
 
-    def __init__(self, plan: Plan, rank: int, k: Tensor, v: Tensor, dtype: torch.dtype):
-        self._rank = rank
+    def __init__(self, plan: Plan, rank: int, k: Tensor, v: Tensor, dtype: torch.dtype, exchange: Exchange):
+        self._rank, self._exchange = rank, exchange
         self.dk, self.dv = (torch.empty(x.shape, dtype=dtype, device=x.device) for x in (k, v))
         self._own_written = False
         self._pool = BufferPool(_row_shape(k, v), dtype, k.device)
@@ -123,12 +123,12 @@ class _KeyGradients:
         return held.part(message.rows, self._pool, slot).data
 
     def incoming(self, message: Message) -> Tensor:
-        rows = count_rows(message.rows)
-        if message.owner == self._rank:
-            block = Block(message.rows, self._pool.take(("home", len(self._homing)), rows))
+        is_home = message.owner == self._rank
+        slot = ("home", len(self._homing)) if is_home else ("recv", message.lane, message.step % 2)
+        block = Block(message.rows, _receive_buffer(self._exchange, message, self._pool, slot))
+        if is_home:
             self._homing.append(block)
         else:
-            block = Block(message.rows, self._pool.take(("recv", message.lane, message.step % 2), rows))
             self._arriving.append(((message.owner, message.lane), block))
         return block.data
 
@@ -183,6 +183,12 @@ def _row_shape(k: Tensor, v: Tensor) -> tuple[int, int, int]:
     return k.shape[0], k.shape[2], k.shape[3] + v.shape[3]
 
 
+def _receive_buffer(exchange: Exchange, message: Message, pool: BufferPool, slot: tuple) -> Tensor:
+    """Where a message is received: the carrier's place for it, or a buffer of the pool."""
+    buffer = exchange.receive_buffer(message, pool.row_shape, pool.dtype)
+    return pool.take(slot, count_rows(message.rows)) if buffer is None else buffer
+
+
 def _num_steps(plan: Plan, pass_: str) -> int:
     return plan.num_steps if pass_ == "forward" else plan.num_backward_steps
 
@@ -217,7 +223,7 @@ def forward(
         state = torch.empty(out.shape, dtype=lse.dtype, device=q.device)
         if not first:
             state.zero_()
-    keys = _Keys(plan, "forward", rank, k, v)
+    keys = _Keys(plan, "forward", rank, k, v, exchange)
     for step in range(plan.num_steps):
         pending = exchange.post(
             step,
@@ -252,8 +258,8 @@ def backward(
     dtype = accumulate_dtype(q.dtype)
     delta = backend.delta(dout, out, live_dlse)
     dq = torch.empty(q.shape, dtype=dtype, device=q.device)
-    keys = _Keys(plan, "backward", rank, k, v)
-    grads = _KeyGradients(plan, rank, k, v, dtype)
+    keys = _Keys(plan, "backward", rank, k, v, exchange)
+    grads = _KeyGradients(plan, rank, k, v, dtype, exchange)
     first = True
     for step in range(plan.num_backward_steps):
         pending = exchange.post(

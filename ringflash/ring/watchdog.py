@@ -118,7 +118,8 @@ def describe() -> str:
 
 
 class _Watchdog:
-    def __init__(self, timeout_s: float, store: Any | None, poll_s: float):
+    def __init__(self, timeout_s: float, store: Any | None, poll_s: float, is_implied: bool = False):
+        self.is_implied = is_implied                        # nobody asked for it by start()
         self._timeout_s, self._store, self._poll_s = timeout_s, store, poll_s
         self._stop = threading.Event()
         self._wake: tuple[socket.socket, socket.socket] | None = None
@@ -198,15 +199,26 @@ def start(timeout_s: float, store: Any | None = None, *, on_sigterm: bool = Fals
     store must not be in use by a blocking call of the same process, so give it a clone() or an own TCPStore.
     on_sigterm: also print the position when SIGTERM arrives (then end with 143, or leave that to a handler that was
     installed before); main thread only.
-    Raises RuntimeError when one is running already, ValueError for a timeout that is not positive.
+    Takes the place of one that start_unless_running() made. Raises RuntimeError when another is running already, ValueError for
+    a timeout that is not positive.
     """
     global _watching
     if timeout_s <= 0:
         raise ValueError(f"watchdog timeout_s={timeout_s}: must be > 0")
+    if _watching is not None and _watching.is_implied:
+        stop()
     if _watching is not None:
         raise RuntimeError("the watchdog is running already; stop() it first")
     _watching = _Watchdog(timeout_s, store, poll_s)
     _watching.start(on_sigterm)
+
+
+def start_unless_running(timeout_s: float, *, poll_s: float = 0.5) -> None:
+    """For carriers whose waits have no end of their own: watch this process, unless somebody does."""
+    global _watching
+    if _watching is None:
+        _watching = _Watchdog(timeout_s, None, poll_s, is_implied=True)
+        _watching.start(False)
 
 
 def stop() -> None:

@@ -15,7 +15,6 @@ _REFUSED = [
     (dict(kernel="hopper"), RuntimeError, "kernel='hopper'"),
     (dict(kernel="triton"), RuntimeError, "kernel='triton'"),
     (dict(exchange="mpi"), ValueError, "exchange='mpi'.*auto, nccl, gloo"),
-    (dict(exchange="copy"), NotImplementedError, "exchange='copy'"),
     (dict(layout="spiral"), ValueError, "spiral.*contiguous, zigzag, striped"),
     (dict(layout="balanced"), NotImplementedError, "balanced"),
     (dict(layout="auto"), NotImplementedError, "auto"),

@@ -59,11 +59,9 @@ def test_a_slot_is_one_buffer_of_the_size_that_was_reserved():
     assert pool.take(("b",), 2).data_ptr() != small.data_ptr()
 
 
-def test_unknown_and_unbuilt_exchanges_are_refused():
+def test_unknown_exchanges_are_refused():
     with pytest.raises(ValueError, match="exchange='mpi'.*auto, nccl, gloo, copy"):
         check_exchange("mpi")
-    with pytest.raises(NotImplementedError, match="exchange='copy'"):
-        check_exchange("copy")
 
 
 def test_a_carrier_that_cannot_carry_the_tensors_is_refused(group):
@@ -72,6 +70,10 @@ def test_a_carrier_that_cannot_carry_the_tensors_is_refused(group):
     check_carrier("gloo", group, torch.device("cpu"))
     with pytest.raises(RuntimeError, match="exchange='nccl'.*on cpu.*gloo"):
         check_carrier("nccl", group, torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="exchange='copy'.*on cpu.*gloo"):
+        check_carrier("copy", group, torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="exchange='copy'.*on cuda, which needs a group with nccl"):
+        check_carrier("copy", group, torch.device("cuda"))
     with pytest.raises(RuntimeError, match="on cuda, which needs a group with nccl"):
         check_carrier("auto", group, torch.device("cuda"))  # gloo would take them, and fail in the middle
     with pytest.raises(RuntimeError, match="no carrier for tensors on meta"):
