@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
 KERNELS = ("auto", "hopper", "triton", "cpu", "reference")
-EXCHANGES = ("auto", "nccl", "gloo")
+EXCHANGES = ("auto", "copy", "nccl", "gloo")
 OPTIMIZERS = ("adamw", "sgd")
 DTYPES = ("auto", "fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
 # What exists as a name and is still to be built: refused by name, so that nobody takes a typo for a missing feature.
-LATER = {"attention.layout": ("balanced", "auto"), "attention.exchange": ("copy",), "train.dtype": ("fp16",)}
+LATER = {"attention.layout": ("balanced", "auto"), "train.dtype": ("fp16",)}
 MAX_HEAD_DIM = 256
 SOFTCAP_RANGE = (1e-30, 1e30)
 NUM_TOKENS = 257  # ringflash.data.VOCAB_SIZE
@@ -299,6 +299,7 @@ def _run(cfg: Config) -> list[str]:
     problems = _one_of("run.device", r.device, DEVICES) + _positive(cfg, "parallel.timeout_s")
     if not r.name or any(c in r.name for c in "/\\\0 ") or r.name.startswith("."):
         problems.append(f"run.name={r.name!r}: becomes the name of a folder; letters, digits, -, _ and dots inside")
-    if r.device == "cpu" and cfg.attention.exchange == "nccl":
-        problems.append("attention.exchange=nccl: run.device=cpu has no NCCL; nearest: gloo or auto")
+    if r.device == "cpu" and cfg.attention.exchange in ("nccl", "copy"):
+        lacks = {"nccl": "NCCL", "copy": "copy engines"}[cfg.attention.exchange]
+        problems.append(f"attention.exchange={cfg.attention.exchange}: run.device=cpu has no {lacks}; nearest: gloo or auto")
     return problems

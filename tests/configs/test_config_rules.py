@@ -36,7 +36,8 @@ RULES = [
     (dict(attention__layout="zig-zag"), 1, "attention.layout=zig-zag: valid: contiguous, zigzag, striped"),
     (dict(attention__layout="balanced"), 1, "attention.layout=balanced: is not built yet; valid: contiguous, zigzag, striped"),
     (dict(attention__kernel="flash"), 1, "attention.kernel=flash: valid: auto, hopper, triton, cpu, reference"),
-    (dict(attention__exchange="copy"), 1, "attention.exchange=copy: is not built yet; valid: auto, nccl, gloo"),
+    (dict(attention__exchange="mpi"), 1, "attention.exchange=mpi: valid: auto, copy, nccl, gloo"),
+    (dict(attention__exchange="copy", run__device="cpu"), 1, "attention.exchange=copy: run.device=cpu has no copy engines"),
     (dict(attention__exchange="nccl", run__device="cpu"), 1, "attention.exchange=nccl: run.device=cpu has no NCCL"),
     (dict(attention__window_size=[4]), 1, "attention.window_size=[4]: two numbers, [left, right]; e.g. [4,0]"),
     (dict(attention__window_size=[-2, 0]), 1, "attention.window_size=[-2, 0]: each is at least 0, or -1 for "
