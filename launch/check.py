@@ -9,8 +9,9 @@
     python launch/check.py --planted all            planted defects must be caught
     python launch/check.py --growth --bitwise 30 --memory       claims about scale; --memory needs a GPU
 
-The matrix: masks x layouts x kernels x query heads per key/value head x ranks x dtypes, for out, lse, dq, dk, dv. Budgets, for
-the largest and the RMS error against fp64: 2 x that of eager torch in the same dtype + 2 eps max|reference|.
+The matrix: masks x layouts x kernels x query heads per key/value head x ranks x dtypes, for out, lse, dq, dk, dv; and beside it
+softcap, sinks (with their gradient) and values of another head dim, walked through every line. Budgets, for the largest and
+the RMS error against fp64: 2 x that of eager torch in the same dtype + 2 eps max|reference|.
 Several sections may be asked for at once; without any the matrix runs. --json keeps every figure.
 """
 from __future__ import annotations
@@ -64,6 +65,8 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--masks", type=words, default=None, help=f"of {', '.join(cells.MASKS)}")
     how.add_argument("--layouts", type=words, default=None, help=f"of {', '.join(cells.LAYOUTS)}")
     how.add_argument("--ratios", type=numbers, default=None, help="query heads per key/value head (default: 1,4,7,8)")
+    how.add_argument("--variants", type=words, default=None, metavar="NAMES",
+                     help=f"of {', '.join(cells.VARIANTS)}; those named are multiplied (default: plain, the others walked)")
     how.add_argument("--seq-lens", type=numbers, default=None)
     how.add_argument("--head-dims", type=numbers, default=None)
     how.add_argument("--lengths", type=numbers, default=(262144, 524288, 1048576), help="of --memory")
@@ -95,14 +98,31 @@ def choose(options: argparse.Namespace, name: str, default: Sequence, valid: Seq
     return tuple(given)
 
 
-def chosen_kernels(options: argparse.Namespace, dtypes: Sequence[str], head_dims: Sequence[int]) -> tuple[str, ...]:
+def chosen_kernels(options: argparse.Namespace, dtypes: Sequence[str], head_dims: Sequence[int],
+                   variants: Sequence[str] = ("plain",)) -> tuple[str, ...]:
     """The kernels to check; RuntimeError when one that was named cannot run here (none is ever replaced by another)."""
     named = choose(options, "kernels", KERNELS[options.device], [name for name in dispatch.KERNELS if name != "auto"])
     for kernel in named:
         for dtype in dtypes:
             for head_dim in head_dims:
-                dispatch.select(kernel, device=options.device, dtype=cells.DTYPES[dtype], head_dim=head_dim)
+                for variant in variants:
+                    dispatch.select(kernel, device=options.device, dtype=cells.DTYPES[dtype], head_dim=head_dim,
+                                    head_dim_v=cells.head_dim_v(variant, head_dim))
     return named
+
+
+def walked_variants(kernel: str, options: argparse.Namespace, dtypes: Sequence[str], head_dims: Sequence[int]) -> tuple[str, ...]:
+    """The variants beside the plain one that this kernel takes at every dtype and head dim; what it does not take is said."""
+    found = []
+    for variant in cells.VARIANTS[1:]:
+        reasons = [dispatch.unavailable(kernel, device=options.device, dtype=cells.DTYPES[dtype], head_dim=head_dim,
+                                        head_dim_v=cells.head_dim_v(variant, head_dim))
+                   for dtype in dtypes for head_dim in head_dims]
+        if any(reasons):
+            print(f"{kernel}: no cells of variant {variant}: {next(filter(None, reasons))}", flush=True)
+        else:
+            found.append(variant)
+    return tuple(found)
 
 
 def matrix_cells(options: argparse.Namespace) -> list[cells.Cell]:
@@ -110,15 +130,19 @@ def matrix_cells(options: argparse.Namespace) -> list[cells.Cell]:
     head_dims = choose(options, "head_dims", (FULL_HEAD_DIMS if options.full else HEAD_DIMS)[options.device])
     seq_lens = choose(options, "seq_lens", (FULL_SEQ_LENS if options.full else SEQ_LENS)[options.device])
     cp_sizes = (options.processes,) if options.processes else choose(options, "cp_sizes", cells.CP_SIZES)
-    kernels = chosen_kernels(options, dtypes, head_dims)
+    named = choose(options, "variants", ("plain",), cells.VARIANTS)
+    kernels = chosen_kernels(options, dtypes, head_dims, named)
+    walked = {}
+    if options.variants is None:
+        walked = {kernel: walked_variants(kernel, options, dtypes, head_dims) for kernel in kernels}
     masks, layouts = choose(options, "masks", cells.MASKS, cells.MASKS), choose(options, "layouts", cells.LAYOUTS, cells.LAYOUTS)
     ratios = choose(options, "ratios", cells.RATIOS)
     if options.pairwise:
         return [cell for kernel in kernels for cell in cells.pairwise_cells(
             kernel, dtypes=dtypes, seq_lens=seq_lens, head_dims=head_dims, cp_sizes=cp_sizes, masks=masks, layouts=layouts,
-            ratios=ratios)]
+            ratios=ratios, variants=(*named, *walked.get(kernel, ())))]
     return cells.matrix(kernels, dtypes, cp_sizes=cp_sizes, seq_lens=seq_lens, head_dims=head_dims, masks=masks, layouts=layouts,
-                        ratios=ratios, diagonal=options.quick)
+                        ratios=ratios, diagonal=options.quick, variants=named, walked=walked)
 
 
 def check_matrix(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[bool, list[CellVerdict]]:

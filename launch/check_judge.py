@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from ringflash import Layout, simulate
-from ringflash.launch.check_cells import DTYPES, Cell, make_inputs, make_mask, mask_options
+from ringflash.launch.check_cells import (
+    DTYPES, Cell, call_options, make_dlse, make_inputs, make_mask, mask_options)
 from ringflash.launch.check_table import CellVerdict
 from ringflash.tests.support import budgets, oracle
 
@@ -16,14 +17,25 @@ Tensors = dict[str, torch.Tensor]
 
 
 def loopback_cell(cell: Cell, device: torch.device | str) -> Tensors:
-    """All ranks in this process: out [B, S, Hq, D], lse [B, Hq, S], dq, dk, dv, in global order."""
-    q, k, v, dout = make_inputs(cell, device)
-    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    """All ranks in this process: out [B, S, Hq, Dv], lse [B, Hq, S], dq, dk, dv, in global order, and dsinks [Hq] with sinks."""
     mask = make_mask(cell.mask, cell.seq_len)
-    out, lse = simulate(q, k, v, cp_size=cell.cp_size, layout=Layout(cell.layout, cell.seq_len, cell.cp_size, mask), mask=mask,
-                        kernel=cell.kernel, deterministic=cell.deterministic, return_lse=True)
-    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
-    return {"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
+    return differentiate(
+        simulate, *make_inputs(cell, device), make_dlse(cell, device), cp_size=cell.cp_size,
+        layout=Layout(cell.layout, cell.seq_len, cell.cp_size, mask), mask=mask, kernel=cell.kernel,
+        deterministic=cell.deterministic, **call_options(cell, device))
+
+
+def differentiate(attend: Callable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor,
+                  dlse: torch.Tensor | None, **options) -> Tensors:
+    """out, lse and all gradients of attend(q, k, v, return_lse=True, **options), by name."""
+    leaves = {"dq": q, "dk": k, "dv": v} | ({"dsinks": options["sinks"]} if "sinks" in options else {})
+    leaves = {name: x.detach().requires_grad_() for name, x in leaves.items()}
+    if "sinks" in options:
+        options["sinks"] = leaves["dsinks"]
+    out, lse = attend(leaves["dq"], leaves["dk"], leaves["dv"], return_lse=True, **options)
+    outputs, arriving = ((out,), (dout,)) if dlse is None else ((out, lse), (dout, dlse))
+    gradients = torch.autograd.grad(outputs, tuple(leaves.values()), arriving)
+    return {"out": out.detach(), "lse": lse.detach(), **dict(zip(leaves, gradients))}
 
 
 class Judge:
@@ -37,8 +49,9 @@ class Judge:
     def _answer(self, problem: tuple) -> tuple[oracle.Result, oracle.Result]:
         cell = self._cells[problem]
         q, k, v, dout = make_inputs(cell, self.device)
-        options = mask_options(cell.mask, cell.seq_len)
-        return (oracle.attention_oracle(q, k, v, dout=dout, **options), oracle.eager_attention(q, k, v, dout=dout, **options))
+        options = dict(dout=dout, dlse=make_dlse(cell, self.device), **mask_options(cell.mask, cell.seq_len),
+                       **call_options(cell, self.device))
+        return oracle.attention_oracle(q, k, v, **options), oracle.eager_attention(q, k, v, **options)
 
     def ratios(self, cell: Cell, result: Mapping[str, torch.Tensor]) -> dict[str, float]:
         """Per tensor the worse of its max-abs and RMS error over its budget; inf when something that must be exact is not."""

@@ -10,7 +10,8 @@ import torch
 
 from ringflash import Layout, ring_attention, shard
 from ringflash.kernels import dispatch
-from ringflash.launch.check_cells import DTYPES, TENSORS, Cell, make_inputs, make_mask
+from ringflash.launch.check_cells import DTYPES, TENSORS, Cell, call_options, make_dlse, make_inputs, make_mask
+from ringflash.launch.check_judge import differentiate
 from ringflash.launch.check_spawn import Rank, run_ranks
 from ringflash.ring.exchange import DistributedExchange
 
@@ -19,7 +20,8 @@ CYCLES_PER_MS = 1_700_000
 
 def run_ring(cells: Sequence[Cell], num_processes: int, *, device_type: str, delay_ms: float = 0.0, timeout_s: float = 600.0,
              say: Callable[[str], None] = lambda text: None) -> list[dict[str, torch.Tensor]]:
-    """Computes the cells (their cp_size is num_processes) on a ring of processes; per cell the global out, lse, dq, dk, dv (CPU).
+    """Computes the cells (their cp_size is num_processes) on a ring of processes; per cell the global out, lse and gradients,
+    on the CPU.
 
     delay_ms: the largest random pause of every rank before each call and each batch. Raises RingFailure (check_spawn).
     """
@@ -31,8 +33,11 @@ def run_ring(cells: Sequence[Cell], num_processes: int, *, device_type: str, del
     for index in range(len(cells)):
         parts = [shard[index] for shard in shards]
         order = torch.argsort(torch.cat([part["positions"] for part in parts]))
-        results.append({name: torch.cat([part[name] for part in parts], dim=_dim(name)).index_select(_dim(name), order)
-                        for name in TENSORS})
+        whole = {name: torch.cat([part[name] for part in parts], dim=_dim(name)).index_select(_dim(name), order)
+                 for name in TENSORS}
+        if cells[index].has_sinks:
+            whole["dsinks"] = torch.stack([part["dsinks"] for part in parts]).sum(0)     # each rank has its rows' share
+        results.append(whole)
     return results
 
 
@@ -56,24 +61,25 @@ def ring_cells(rank: Rank, cells: Sequence[Cell], delay_ms: float) -> list[dict[
 
 def warm_up(cells: Sequence[Cell], device: torch.device) -> None:
     """Compiles what the cells need before the first message: a compile in mid-run looks like a hang to the other ranks."""
-    kinds = {(c.kernel, c.dtype, c.head_dim, c.batch, c.num_kv_heads * c.ratio, c.num_kv_heads, c.deterministic) for c in cells}
-    for kernel, dtype, head_dim, batch, num_heads, num_kv_heads, deterministic in sorted(kinds):
-        backend = dispatch.select(kernel, device=device, dtype=DTYPES[dtype], head_dim=head_dim, deterministic=deterministic)
+    kinds = {(c.kernel, c.dtype, c.head_dim, c.head_dim_v, c.softcap, c.batch, c.num_kv_heads * c.ratio, c.num_kv_heads,
+              c.deterministic) for c in cells}
+    for kernel, dtype, head_dim, head_dim_v, softcap, batch, num_heads, num_kv_heads, deterministic in sorted(kinds):
+        backend = dispatch.select(kernel, device=device, dtype=DTYPES[dtype], head_dim=head_dim, deterministic=deterministic,
+                                  head_dim_v=head_dim_v)
         backend.warmup(DTYPES[dtype], head_dim, device, batch=batch, num_heads=num_heads, num_kv_heads=num_kv_heads,
-                       deterministic=deterministic)
+                       deterministic=deterministic, head_dim_v=head_dim_v, softcap=softcap)
 
 
 def ring_cell(cell: Cell, device: torch.device, group) -> dict[str, torch.Tensor]:
-    """This rank's part of a cell through the public op, on the CPU: out, dq, dk, dv [B, S_local, H, D], lse [B, Hq, S_local],
-    positions [S_local]."""
+    """This rank's part of a cell through the public op, on the CPU: out, dq, dk, dv [B, S_local, H, D or Dv], lse
+    [B, Hq, S_local], positions [S_local], and with sinks dsinks [Hq]."""
     mask = make_mask(cell.mask, cell.seq_len)
     layout = Layout(cell.layout, cell.seq_len, cell.cp_size, mask, group=group)
-    q, k, v, dout = (shard(x, layout, group=group) for x in make_inputs(cell, device))
-    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    out, lse = ring_attention(q, k, v, mask=mask, layout=layout, group=group, kernel=cell.kernel,
-                              deterministic=cell.deterministic, return_lse=True)
-    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
-    tensors = {"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
+    dlse = make_dlse(cell, device)
+    tensors = differentiate(
+        ring_attention, *(shard(x, layout, group=group) for x in make_inputs(cell, device)),
+        None if dlse is None else shard(dlse, layout, group=group, dim=2), mask=mask, layout=layout, group=group,
+        kernel=cell.kernel, deterministic=cell.deterministic, **call_options(cell, device))
     positions = torch.from_numpy(layout.positions(torch.distributed.get_rank(group)))
     return {**{name: tensor.cpu() for name, tensor in tensors.items()}, "positions": positions}
 

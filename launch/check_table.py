@@ -59,11 +59,11 @@ def table(verdicts: Sequence[CellVerdict]) -> str:
         lines.setdefault(verdict.cell.line, []).append(verdict)
     rows = []
     for line, members in lines.items():
-        worst = [max((m.ratios[name] for m in members if name in m.ratios), default=None) for name in TENSORS]
+        worst = [max((m.ratios[name] for m in members if name in m.ratios), default=None) for name in (*TENSORS, "dsinks")]
         bits = [same for m in members for same in m.bitwise.values()]
         rows.append([*line, len(members), *("-" if w is None else f"{w:.2f}" for w in worst),
                      "-" if not bits else "same" if all(bits) else "DIFFER", "ok" if all(m.ok for m in members) else "FAIL"])
-    return grid(["kernel", "dtype", "mask", "layout", "cells", *TENSORS, "bits", ""], rows)
+    return grid(["kernel", "dtype", "mask", "layout", "cells", *TENSORS, "dsinks", "bits", ""], rows)
 
 
 def report(title: str, verdicts: Sequence[CellVerdict], *, shown_failures: int = 10) -> bool:

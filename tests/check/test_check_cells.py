@@ -26,6 +26,37 @@ def test_the_quick_matrix_keeps_every_line_and_in_each_line_every_value_of_every
             assert {getattr(c, axis) for c in members} == {getattr(c, axis) for c in whole}, (line, axis)
 
 
+@pytest.mark.parametrize("diagonal, extras", [(False, 15 * 4), (True, 15)], ids=["whole", "quick"])
+def test_variants_walk_beside_the_plain_matrix_and_come_with_every_number_of_ranks_group_size_mask_and_layout(diagonal, extras):
+    options = dict(seq_lens=(5, 61), head_dims=(32,), diagonal=diagonal)
+    plain = cells.matrix(("cpu",), ("fp32",), **options)
+    found = cells.matrix(("cpu", "other"), ("fp32",), walked={"cpu": cells.VARIANTS[1:], "other": ()}, **options)
+    mine = [c for c in found if c.kernel == "cpu"]
+    assert [c for c in mine if c.variant == "plain"] == plain and len(mine) == len(plain) + extras
+    assert {c.variant for c in found if c.kernel == "other"} == {"plain"}
+    walked = [c for c in mine if c.variant != "plain"]
+    for axis in ("cp_size", "ratio", "seq_len", "mask", "layout"):
+        assert {getattr(c, axis) for c in walked} == {getattr(c, axis) for c in plain}, axis
+    named = cells.matrix(("cpu",), ("fp32",), variants=("sinks", "all"), **options)
+    assert len(named) == 2 * len(plain) and {c.variant for c in named} == {"sinks", "all"}
+
+
+@pytest.mark.parametrize("head_dim", [16, 32, 80, 128, 256])
+def test_a_variant_has_what_its_name_says_and_values_of_a_dim_that_kernels_take(head_dim):
+    found = {name: cells.Cell("cpu", "fp32", "documents", "zigzag", 2, 4, 61, head_dim, variant=name) for name in cells.VARIANTS}
+    assert {name for name, c in found.items() if c.has_sinks} == {"sinks", "all"}
+    assert {name for name, c in found.items() if c.softcap} == {"softcap", "all"}
+    assert {name for name, c in found.items() if c.head_dim_v != head_dim} == {"v-dim", "all"}
+    for cell in found.values():
+        q, k, v, dout = cells.make_inputs(cell, "cpu")
+        assert (q.shape[3], k.shape[3], v.shape[3], dout.shape[3]) == (head_dim, head_dim, cell.head_dim_v, cell.head_dim_v)
+        assert 0 < cell.head_dim_v <= 256
+        options, dlse = cells.call_options(cell, "cpu"), cells.make_dlse(cell, "cpu")
+        assert ("sinks" in options) == (dlse is not None) == cell.has_sinks
+        if cell.has_sinks:
+            assert options["sinks"].isinf().tolist() == [True] + 7 * [False] and dlse.shape == (1, 8, 61)
+
+
 @pytest.mark.parametrize("axes", [
     {"a": (1, 2), "b": (1, 2)},
     {"a": (1, 2, 3), "b": ("x", "y"), "c": (True, False)},

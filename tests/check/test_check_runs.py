@@ -19,10 +19,12 @@ def test_a_small_matrix_holds_on_both_kernels_and_writes_every_cell(tmp_path, ca
     path = tmp_path / "check.json"
     assert check.main([*SMALL, "--quick", "--cp-sizes", "1,3,8", "--json", str(path)]) == 0
     found = json.loads(path.read_text())
-    assert len(found["matrix"]) == 2 * 5 * 3 * 3 and all(cell["ok"] for cell in found["matrix"])
+    assert len(found["matrix"]) == 2 * 5 * 3 * (3 + 1) and all(cell["ok"] for cell in found["matrix"])
     assert set(found["matrix"][0]["ratios"]) == {"out", "lse", "dq", "dk", "dv"}
+    assert {cell["variant"] for cell in found["matrix"]} == {"plain", "softcap", "sinks", "v-dim", "all"}
+    assert all(("dsinks" in cell["ratios"]) == (cell["variant"] in ("sinks", "all")) for cell in found["matrix"])
     out = capsys.readouterr().out
-    assert out.count(" ok") >= 30 and "90 of 90 cells within budget" in out
+    assert out.count(" ok") >= 30 and "120 of 120 cells within budget" in out
 
 
 def test_a_wrong_result_fails_the_check(monkeypatch, capsys):
@@ -49,7 +51,7 @@ def test_a_cell_that_raises_fails_alone_and_says_why(monkeypatch, capsys):
     arguments = [*SMALL, "--quick", "--kernels", "reference", "--masks", "causal", "--layouts", "zigzag", "--cp-sizes", "2,3"]
     assert check.main(arguments) == 1
     out = capsys.readouterr().out
-    assert "broken on purpose" in out and "1 of 2 cells within budget" in out
+    assert "broken on purpose" in out and "2 of 3 cells within budget" in out
 
 
 @pytest.mark.parametrize("defect", check_planted.DEFECTS)
@@ -86,7 +88,7 @@ def test_two_processes_with_delays_give_the_loopback_ring_bit_for_bit(tmp_path):
     assert check.main([*SMALL, "--quick", "--processes", "2", "--delays", "3", "--kernels", "cpu", "--timeout", "100",
                        "--json", str(path)]) == 0
     found = json.loads(path.read_text())["matrix"]
-    assert len(found) == 30 and all(cell["ok"] and cell["bitwise"]["out"] and cell["bitwise"]["lse"] for cell in found)
+    assert len(found) == 45 and all(cell["ok"] and cell["bitwise"]["out"] and cell["bitwise"]["lse"] for cell in found)
     assert any("dk" in cell["bitwise"] for cell in found)
 
 

@@ -174,8 +174,9 @@ class _Pass:
         allowed = self.mask(rows)
         live, keys = allowed.any(1).nonzero().flatten(), allowed.any(0).nonzero().flatten()
         if made.dsinks is not None and self.dlse is not None:
-            # the lse of a row without keys is its sink
-            made.dsinks += self.dlse[:, :, rows[~allowed.any(1)]].to(self.compute).sum((0, 2))
+            # the lse of a row without keys is its sink; one of -inf is none
+            arriving = self.dlse[:, :, rows[~allowed.any(1)]].to(self.compute).sum((0, 2))
+            made.dsinks += arriving.masked_fill(self.sinks.detach().to(arriving.device) == -torch.inf, 0.0)
         if len(live) == 0:
             return
         # Only what the mask lets through takes part, so that no -inf row and no NaN of a masked row enters autograd.
