@@ -13,7 +13,7 @@ import torch
 
 from ringflash import Layout
 from ringflash.kernels.dispatch import select
-from ringflash.launch.check_cells import DTYPES, Cell, make_inputs, make_mask
+from ringflash.launch.check_cells import DTYPES, Cell, call_options, make_dlse, make_inputs, make_mask
 from ringflash.launch.check_judge import Judge, Tensors
 from ringflash.launch.check_scale import GROWTH_LIMIT, Problem
 from ringflash.launch.check_table import grid
@@ -115,22 +115,70 @@ def hop_0_keys(backend) -> Changed:
     return Changed(backend, backward=backward)
 
 
+def sink_each_visit(backend) -> Changed:
+    """Every visit folds the sink in again: it is counted as often as the row is visited."""
+    started: dict[int, torch.Tensor] = {}
+
+    def forward(q, *rest, state, lse, **options):
+        # A row's state is (0, sink) before its rank's first visit.
+        if (sink := started.get(lse.data_ptr())) is None:
+            started[lse.data_ptr()] = lse.clone()
+        else:
+            folded = torch.logaddexp(lse, sink)
+            state.mul_(torch.exp(lse - folded).nan_to_num(0.0).transpose(1, 2)[..., None])
+            lse.copy_(folded)
+        return backend.forward(q, *rest, state=state, lse=lse, **options)
+
+    return Changed(backend, forward=forward)
+
+
+class SinksWithoutDlse(SimulatedRing):
+    """What arrives at lse does not reach the gradient of the sinks."""
+
+    def backward(self, dout, dlse, *rest):
+        *gradients, _ = super().backward(dout, dlse, *rest)
+        return [*gradients, super().backward(dout, None, *rest)[3]]
+
+
+def cap_without_slope(backend) -> Changed:
+    """The backward caps the scores and forgets to damp their gradient by 1 - tanh^2. Dense: a kernel has no switch for that."""
+    def backward(dout, q, k, v, lse, delta, intervals, *, softmax_scale, softcap, dq, dk, dv, accumulate_dq, accumulate_dkv,
+                 deterministic):
+        group = q.shape[2] // k.shape[2]
+        q_heads, dout_heads = (x.float().unflatten(2, (-1, group)) for x in (q, dout))           # [B, Sq, Hkv, G, D]
+        scores = softcap * torch.tanh(torch.einsum("bqhgd,bkhd->bhgqk", q_heads, k.float()) * softmax_scale / softcap)
+        keys = torch.arange(k.shape[1], device=q.device)
+        allowed = (intervals.k_lo[:, None] <= keys) & (keys < intervals.k_hi[:, None])
+        lse_rows, delta_rows = (x.unflatten(1, (-1, group))[..., None] for x in (lse, delta))
+        p = torch.exp(scores - lse_rows).masked_fill(~allowed, 0.0)
+        ds = p * (torch.einsum("bqhgd,bkhd->bhgqk", dout_heads, v.float()) - delta_rows) * softmax_scale
+        found = ((dq, torch.einsum("bhgqk,bkhd->bqhgd", ds, k.float()).flatten(2, 3), accumulate_dq),
+                 (dk, torch.einsum("bhgqk,bqhgd->bkhd", ds, q_heads), accumulate_dkv),
+                 (dv, torch.einsum("bhgqk,bqhgd->bkhd", p, dout_heads), accumulate_dkv))
+        for target, gradient, accumulate in found:
+            target.copy_(target + gradient if accumulate else gradient)
+
+    return Changed(backend, backward=backward)
+
+
 def run_ring(cell: Cell, device: torch.device, *, plan: Callable[[Plan], object] = lambda plan: plan,
              backend: Callable = lambda backend: backend, loopback: type[Loopback] = Loopback,
-             backward_mask: Mask | None = None) -> Tensors:
+             backward_mask: Mask | None = None, simulated: type[SimulatedRing] = SimulatedRing) -> Tensors:
     """What check_judge.loopback_cell computes, with parts of the ring exchanged for defective ones."""
     q, k, v, dout = make_inputs(cell, device)
+    options, dlse = call_options(cell, device), make_dlse(cell, device)
+    sinks = options.get("sinks")
     mask = make_mask(cell.mask, cell.seq_len)
     layout = Layout(cell.layout, cell.seq_len, cell.cp_size, mask)
-    kernel = select(cell.kernel, device=device, dtype=q.dtype, head_dim=cell.head_dim)
+    kernel = select(cell.kernel, device=device, dtype=q.dtype, head_dim=cell.head_dim, head_dim_v=cell.head_dim_v)
 
     def ring(mask: Mask) -> SimulatedRing:
-        return SimulatedRing(plan(build_plan(mask, layout, layout)), layout, layout, backend(kernel), cell.head_dim ** -0.5,
-                             loopback=loopback)
+        return simulated(plan(build_plan(mask, layout, layout)), layout, layout, backend(kernel), cell.head_dim ** -0.5,
+                         loopback=loopback, softcap=cell.softcap)
 
-    out, lse = ring(mask).forward(q, k, v)
-    dq, dk, dv = ring(backward_mask or mask).backward(dout, None, q, k, v, out, lse)
-    return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    out, lse = ring(mask).forward(q, k, v, sinks)
+    gradients = ring(backward_mask or mask).backward(dout, dlse, q, k, v, out, lse, sinks)
+    return {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv", "dsinks"), gradients))}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +188,7 @@ class Defect:
     layout: str
     cp_size: int
     parts: dict
+    variant: str = "plain"
 
 
 DEFECTS = {
@@ -151,6 +200,11 @@ DEFECTS = {
     "document-leak": Defect("one row sees one key of another document", "documents", "contiguous", 3, {"plan": document_leak}),
     "mask-differs": Defect("backward with another mask than forward", "causal", "zigzag", 3,
                            {"backward_mask": Mask(causal=False)}),
+    "sink-each-visit": Defect("a sink is counted once per visit", "causal", "zigzag", 3, {"backend": sink_each_visit}, "sinks"),
+    "sinks-without-dlse": Defect("dsinks without what arrives at lse", "documents", "zigzag", 3, {"simulated": SinksWithoutDlse},
+                                 "sinks"),
+    "cap-without-slope": Defect("backward forgets the slope of softcap", "causal", "zigzag", 3, {"backend": cap_without_slope},
+                                "softcap"),
     "rounded-hops": Defect("partial dk, dv rounded to bf16 each hop", "causal", "zigzag", 8, {"loopback": RoundedHops}),
 }
 
@@ -160,7 +214,7 @@ def catches(name: str, kernel: str, device: torch.device, *, dtype: str = "fp32"
     defect = DEFECTS[name]
     if name == "rounded-hops":
         return _catches_growth(kernel, device, head_dim)
-    cell = Cell(kernel, dtype, defect.mask, defect.layout, defect.cp_size, 2, 48, head_dim)
+    cell = Cell(kernel, dtype, defect.mask, defect.layout, defect.cp_size, 2, 48, head_dim, variant=defect.variant)
     judge = Judge(device)
     sound = judge.judge(cell, lambda: run_ring(cell, device))
     if not sound.ok:
