@@ -34,6 +34,7 @@ from ringflash.kernels import dispatch
 from ringflash.launch import check_cells as cells
 from ringflash.launch.check_judge import Judge, judge_loopback, loopback_cell
 from ringflash.launch.check_table import CellVerdict, report, write_json
+from ringflash.ring.exchange import EXCHANGES
 
 KERNELS = {"cpu": ("cpu", "reference"), "cuda": ("triton", "reference")}
 SEQ_LENS = {"cpu": (5, 61), "cuda": (5, 389)}
@@ -72,6 +73,7 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--lengths", type=numbers, default=(262144, 524288, 1048576), help="of --memory")
     how.add_argument("--delays", type=float, nargs="?", const=20.0, default=0.0, metavar="MS",
                      help="with --processes: random pauses of every rank before every batch, up to MS (20)")
+    how.add_argument("--exchange", default="auto", choices=EXCHANGES, help="with --processes: what carries the messages")
     how.add_argument("--timeout", type=float, default=900.0, metavar="S", help="of a ring of processes, all its cells together")
     how.add_argument("--run", default=None, metavar="DIR", help="with --train: folder of a finished run")
     how.add_argument("--json", default=None, metavar="PATH")
@@ -154,13 +156,13 @@ def check_matrix(options: argparse.Namespace, say: Callable[[str], None]) -> tup
         from ringflash.launch.check_ring import run_ring
 
         results = run_ring(wanted, options.processes, device_type=options.device, delay_ms=options.delays,
-                           timeout_s=options.timeout, say=say)
+                           exchange=options.exchange, timeout_s=options.timeout, say=say)
         judge, verdicts = Judge(options.device), []
         for index, (cell, result) in enumerate(zip(wanted, results)):
             verdicts.append(judge.judge(cell, lambda result=result: result,
                                         same_as=lambda cell=cell: loopback_cell(cell, options.device)))
             say(f"judging {index + 1}/{len(wanted)}")
-        where = f"real ring of {options.processes} processes on {options.device}" + (", random delays" if options.delays else "")
+        where = f"real ring of {options.processes} processes on {options.device}, exchange={options.exchange}" + (", random delays" if options.delays else "")
     say("")
     return report(f"Equivalence on the {where}", verdicts), verdicts
 
@@ -242,6 +244,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         top.error(f"--run={options.run}: only --train takes a run")
     if options.delays and options.processes is None:
         top.error("--delays: only a ring of --processes can be delayed")
+    if options.exchange != "auto" and options.processes is None:
+        top.error(f"--exchange={options.exchange}: only a ring of --processes has one")
     if options.processes is not None and options.processes < 1:
         top.error(f"--processes={options.processes}: must be >= 1")
     try:

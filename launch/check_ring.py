@@ -5,6 +5,7 @@ import contextlib
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from unittest import mock
 
 import torch
 
@@ -13,13 +14,14 @@ from ringflash.kernels import dispatch
 from ringflash.launch.check_cells import DTYPES, TENSORS, Cell, call_options, make_dlse, make_inputs, make_mask
 from ringflash.launch.check_judge import differentiate
 from ringflash.launch.check_spawn import Rank, run_ranks
+from ringflash.ring.copy_engine import CopyExchange
 from ringflash.ring.exchange import DistributedExchange
 
 CYCLES_PER_MS = 1_700_000
 
 
 def run_ring(cells: Sequence[Cell], num_processes: int, *, device_type: str, delay_ms: float = 0.0, timeout_s: float = 600.0,
-             say: Callable[[str], None] = lambda text: None) -> list[dict[str, torch.Tensor]]:
+             exchange: str = "auto", say: Callable[[str], None] = lambda text: None) -> list[dict[str, torch.Tensor]]:
     """Computes the cells (their cp_size is num_processes) on a ring of processes; per cell the global out, lse and gradients,
     on the CPU.
 
@@ -27,8 +29,13 @@ def run_ring(cells: Sequence[Cell], num_processes: int, *, device_type: str, del
     """
     if any(cell.cp_size != num_processes for cell in cells):
         raise ValueError(f"every cell must have cp_size {num_processes}")
-    shards = run_ranks(ring_cells, num_processes, tuple(cells), delay_ms, device_type=device_type, timeout_s=timeout_s, say=say,
-                       name_of=lambda index: f"cell {index} ({cells[index]})")
+    shards = run_ranks(ring_cells, num_processes, tuple(cells), delay_ms, exchange, device_type=device_type, timeout_s=timeout_s,
+                       say=say, name_of=lambda index: f"cell {index} ({cells[index]})")
+    return assemble(cells, shards)
+
+
+def assemble(cells: Sequence[Cell], shards: Sequence[Sequence[dict[str, torch.Tensor]]]) -> list[dict[str, torch.Tensor]]:
+    """Per cell the global tensors, from what ring_cells returned on each rank."""
     results = []
     for index in range(len(cells)):
         parts = [shard[index] for shard in shards]
@@ -46,7 +53,7 @@ def _dim(name: str) -> int:
     return 2 if name == "lse" else 1
 
 
-def ring_cells(rank: Rank, cells: Sequence[Cell], delay_ms: float) -> list[dict[str, torch.Tensor]]:
+def ring_cells(rank: Rank, cells: Sequence[Cell], delay_ms: float, exchange: str = "auto") -> list[dict[str, torch.Tensor]]:
     """The work of one rank: its part of every cell."""
     warm_up(cells, rank.device)
     clock = random.Random(f"delays of rank {rank.rank}")
@@ -55,7 +62,7 @@ def ring_cells(rank: Rank, cells: Sequence[Cell], delay_ms: float) -> list[dict[
         for index, cell in enumerate(cells):
             rank.at(index)
             pause(clock, delay_ms, rank.device)
-            results.append(ring_cell(cell, rank.device, torch.distributed.group.WORLD))
+            results.append(ring_cell(cell, rank.device, torch.distributed.group.WORLD, exchange))
     return results
 
 
@@ -70,7 +77,7 @@ def warm_up(cells: Sequence[Cell], device: torch.device) -> None:
                        deterministic=deterministic, head_dim_v=head_dim_v, softcap=softcap)
 
 
-def ring_cell(cell: Cell, device: torch.device, group) -> dict[str, torch.Tensor]:
+def ring_cell(cell: Cell, device: torch.device, group, exchange: str = "auto") -> dict[str, torch.Tensor]:
     """This rank's part of a cell through the public op, on the CPU: out, dq, dk, dv [B, S_local, H, D or Dv], lse
     [B, Hq, S_local], positions [S_local], and with sinks dsinks [Hq]."""
     mask = make_mask(cell.mask, cell.seq_len)
@@ -79,7 +86,7 @@ def ring_cell(cell: Cell, device: torch.device, group) -> dict[str, torch.Tensor
     tensors = differentiate(
         ring_attention, *(shard(x, layout, group=group) for x in make_inputs(cell, device)),
         None if dlse is None else shard(dlse, layout, group=group, dim=2), mask=mask, layout=layout, group=group,
-        kernel=cell.kernel, deterministic=cell.deterministic, **call_options(cell, device))
+        kernel=cell.kernel, exchange=exchange, deterministic=cell.deterministic, **call_options(cell, device))
     positions = torch.from_numpy(layout.positions(torch.distributed.get_rank(group)))
     return {**{name: tensor.cpu() for name, tensor in tensors.items()}, "positions": positions}
 
@@ -96,14 +103,15 @@ def pause(clock: random.Random, delay_ms: float, device: torch.device) -> None:
 @contextlib.contextmanager
 def delayed_batches(clock: random.Random, delay_ms: float, device: torch.device) -> Iterator[None]:
     """While it lasts, a random pause stands before every batch that this process posts."""
-    plain = DistributedExchange.post
-
-    def post(self, step, sends, recvs):
-        pause(clock, delay_ms, device)
-        return plain(self, step, sends, recvs)
-
-    DistributedExchange.post = post
-    try:
+    with contextlib.ExitStack() as stack:
+        for carrier in (DistributedExchange, CopyExchange):
+            stack.enter_context(mock.patch.object(carrier, "post", _delayed(carrier.post, clock, delay_ms, device)))
         yield
-    finally:
-        DistributedExchange.post = plain
+
+
+def _delayed(post: Callable, clock: random.Random, delay_ms: float, device: torch.device) -> Callable:
+    def delayed(self, step, sends, recvs):
+        pause(clock, delay_ms, device)
+        return post(self, step, sends, recvs)
+
+    return delayed
