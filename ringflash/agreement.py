@@ -65,8 +65,7 @@ def agree_layout(layout: Layout, group: Any, agreed: Mapping[str, object] | obje
     size = 1
     try:
         size = rank_and_size(group)[1]
-        if size != layout.cp_size:
-            raise ValueError(f"layout.cp_size={layout.cp_size}: the group has {size} ranks")
+        check_size(layout, size)
     except REFUSALS as error:
         if size == 1:
             raise
@@ -79,14 +78,28 @@ def agree_layout(layout: Layout, group: Any, agreed: Mapping[str, object] | obje
     return token_of(fields)
 
 
+def check_size(layout: Layout, size: int) -> None:
+    """ValueError unless a group of `size` ranks is what the layout is made for."""
+    if layout.num_ranks != size:
+        ulysses = "" if layout.ulysses_size == 1 else f" with ulysses_size={layout.ulysses_size}: {layout.num_ranks} ranks"
+        raise ValueError(f"layout.cp_size={layout.cp_size}{ulysses}: the group has {size} ranks")
+
+
 def layout_fields(layout: Layout, key: str = "layout") -> dict[str, object]:
     """What identifies a layout and its masks."""
     fields: dict[str, object] = {
         f"{key}.kind": layout.kind, f"{key}.seq_len": layout.seq_len, f"{key}.cp_size": layout.cp_size,
         f"{key}.ulysses_size": layout.ulysses_size}
+    if layout.kind == "balanced":
+        fields[f"{key} rows"] = rows_field(layout)
     for index, mask in enumerate(layout.masks):
         fields[f"{key}.masks[{index}]"] = mask_field(mask)
     return fields
+
+
+def rows_field(layout: Layout) -> str:
+    """The rows of all ranks as text that differs when they do."""
+    return f"{layout.kind} of {layout.seq_len} #{hashlib.sha256(layout.spec.numpy().tobytes()).hexdigest()[:12]}"
 
 
 def mask_field(mask: object) -> str:

@@ -113,6 +113,9 @@ def make_layout(layout: Layout | str, seq_len: int, cp_size: int, key: str) -> L
         if seq_len == 0:
             raise ValueError(f"{key}={layout!r}: the sequence has no rows; a layout by name needs at least 1 row on each rank")
         return Layout(layout, seq_len, cp_size)
+    if layout.ulysses_size > 1:
+        raise NotImplementedError(f"{key}.ulysses_size={layout.ulysses_size}: Ulysses x ring is not built yet; only 1 (the "
+                                  f"layout of whole ring shards is {key}.ring)")
     if layout.cp_size != cp_size:
         raise ValueError(f"{key}.cp_size={layout.cp_size}: the ring has cp_size={cp_size}; make the Layout with that")
     return layout

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringflash.agreement import REFUSALS, agree, layout_fields, mask_field
+from ringflash.agreement import REFUSALS, agree, layout_fields, mask_field, rows_field
 from ringflash.arguments import Call, check_scale, check_softcap, check_tensors, make_layout, make_layout_k
 from ringflash.kernels.dispatch import Backend, accumulate_dtype, select
 from ringflash.layout import Layout
@@ -80,8 +80,8 @@ def _decode(spec: Tensor) -> Mask:
 
 
 @lru_cache(maxsize=256)
-def _layout_of(spec: tuple[int, ...], masks: tuple[Mask, ...] | None) -> Layout:
-    return Layout.from_spec(torch.tensor(spec, dtype=torch.int64), masks)
+def _layout_of(spec: bytes, masks: tuple[Mask, ...] | None) -> Layout:
+    return Layout.from_spec(torch.frombuffer(bytearray(spec), dtype=torch.int64), masks)
 
 
 def _resolve(call: Call, a: RingArguments, group: dist.ProcessGroup | None, rank: int) -> _Ring:
@@ -95,8 +95,8 @@ def _resolve(call: Call, a: RingArguments, group: dist.ProcessGroup | None, rank
     if by_name:
         layout = make_layout(a.layout_kind, size * q.shape[1], size, "layout")
     else:
-        layout = make_layout(_layout_of(tuple(a.layout.tolist()), tuple(_decode(m) for m in a.masks)), 0, size, "layout")
-    given_k = None if a.layout_k is None else _layout_of(tuple(a.layout_k.tolist()), None)
+        layout = make_layout(_layout_of(a.layout.numpy().tobytes(), tuple(_decode(m) for m in a.masks)), 0, size, "layout")
+    given_k = None if a.layout_k is None else _layout_of(a.layout_k.numpy().tobytes(), None)
     layout_k = make_layout_k(given_k or a.layout_k_kind or None, layout, size * k.shape[1], by_name)
     for name, x, value in (("q", q, layout), ("k", k, layout_k)):
         if x.shape[1] != value.shard_len(rank):
@@ -128,7 +128,7 @@ def _fields(call: Call, a: RingArguments, ring: _Ring) -> dict[str, object]:
         "k [B, Hkv, D]": (k.shape[0], k.shape[2], k.shape[3]), "v [Dv]": v.shape[3],
         "sinks": "none" if sinks is None else f"{tuple(sinks.shape)} {sinks.dtype}",
         "mask": mask_field(ring.mask), **layout_fields(ring.layout),
-        "layout_k": (ring.layout_k.kind, ring.layout_k.seq_len), "softmax_scale": a.softmax_scale, "softcap": a.softcap,
+        "layout_k": rows_field(ring.layout_k), "softmax_scale": a.softmax_scale, "softcap": a.softcap,
         "kernel": ring.backend.name, "exchange": a.exchange, "deterministic": a.deterministic,
         "needs gradients": a.needs_gradients,
     }

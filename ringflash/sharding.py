@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringflash.agreement import REFUSALS, agree, layout_fields, token_of
+from ringflash.agreement import REFUSALS, agree, check_size, layout_fields, token_of
 from ringflash.arguments import check_layout_argument
-from ringflash.layout import Layout, as_masks
+from ringflash.layout import Layout, as_masks, check_made_as
 from ringflash.mask import Mask
 from ringflash.mesh import rank_and_size, ring_group
 
@@ -41,7 +41,8 @@ class ShardedBatch:
 def shard(x: Tensor, layout: Layout | str, *, rank: int | None = None, group: Any = None, dim: int = 1) -> Tensor:
     """The rows of x (global, layout.seq_len along dim) that a rank owns, sorted by position. A copy; differentiable.
 
-    Either rank, or group (whose rank of this process it is), or neither (a Layout of one rank). A layout by name needs group.
+    Either rank, or group (whose rank of this process it is; of all num_ranks ranks), or neither (a Layout of one rank). A layout
+    by name needs group.
     ValueError when x has another length than the layout, or the rank does not exist.
     """
     layout, rank = _place(layout, x.shape[dim], rank, group)
@@ -71,13 +72,13 @@ class _Unshard(torch.autograd.Function):
     def forward(ctx: Any, x_local: Tensor, layout: Layout, group: dist.ProcessGroup | None, dim: int) -> Tensor:
         ctx.layout, ctx.group, ctx.dim = layout, group, dim
         rows_first = x_local.movedim(dim, 0).contiguous()
-        if group is None or layout.cp_size == 1:
+        if group is None or layout.num_ranks == 1:
             parts = [rows_first]
         else:
             # Collectives want equal shapes; shards differ by a row at most, so the longest (rank 0's) stands for all.
             padded = rows_first.new_zeros((layout.shard_len(0), *rows_first.shape[1:]))
             padded[:rows_first.shape[0]] = rows_first
-            gathered = [torch.empty_like(padded) for _ in range(layout.cp_size)]
+            gathered = [torch.empty_like(padded) for _ in range(layout.num_ranks)]
             dist.all_gather(gathered, padded, group=group)
             parts = [part[:layout.shard_len(rank)] for rank, part in enumerate(gathered)]
         whole = torch.empty((layout.seq_len, *rows_first.shape[1:]), dtype=x_local.dtype, device=x_local.device)
@@ -91,7 +92,7 @@ class _Unshard(torch.autograd.Function):
         rank = rank_and_size(ctx.group)[0]
         # All-reduce and cut: gloo has no reduce-scatter of uneven parts, and this op is not on a training path.
         total = grad.to(torch.promote_types(grad.dtype, torch.float32)).contiguous()
-        if ctx.group is not None and ctx.layout.cp_size > 1:
+        if ctx.group is not None and ctx.layout.num_ranks > 1:
             total = total.clone()
             dist.all_reduce(total, group=ctx.group)
         own = torch.from_numpy(ctx.layout.positions(rank)).to(grad.device)
@@ -108,10 +109,11 @@ def shard_batch(
         this rank's rows and the ones after them are read. Optional: "cu_seqlens" [N+1], B == 1: documents; rows from
         cu_seqlens[-1] on belong to none. "labels" [B, S], aligned with tokens (not shifted; -100 is ignored). "positions" [S]:
         used instead of 0..S-1; if they restart, cu_seqlens must say where. "attention_mask" [B, S]: all ones only.
-    layout: a Layout, a name, or the 1-D DeviceMesh of the ring (zigzag). A Layout's masks get the batch's documents unless they
-        have them. masks: for a layout by name or mesh, default causal.
-    group: ProcessGroup or 1-D DeviceMesh of the ring: its ranks compare layout, masks and a hash of the batch in one collective,
-        and the returned layout carries the token. rank (without group): that rank's part, nothing is exchanged. Neither: one
+    layout: a Layout, a name (also "balanced" and "auto"), or the 1-D DeviceMesh of the ring (zigzag). A Layout's masks get the
+        batch's documents unless they have them, and a balanced or "auto" one is made anew for them. masks: for a layout by name
+        or mesh, default causal.
+    group: ProcessGroup or 1-D DeviceMesh of the ring (of all layout.num_ranks ranks): its ranks compare layout, masks and a
+        hash of the batch in one collective, and the returned layout carries the token. rank (without group): that rank's part, nothing is exchanged. Neither: one
         rank.
     device: where the result goes (default: where torch tokens are, else CPU).
 
@@ -162,8 +164,8 @@ def _read(batch: Mapping[str, Any], layout: Layout | str, size: int, rank: int |
     batch_size, seq_len = tokens.shape
     layout = _with_documents(layout, batch.get("cu_seqlens"), seq_len, size, masks)
     layout, rank = _place(layout, seq_len, rank, None)
-    if has_group and layout.cp_size != size:
-        raise ValueError(f"layout.cp_size={layout.cp_size}: the group has {size} ranks")
+    if has_group:
+        check_size(layout, size)
     if layout.seq_len != seq_len:
         raise ValueError(f"batch['tokens'] has {seq_len} columns, but layout.seq_len={layout.seq_len}")
     boundaries = next((mask.cu_seqlens for mask in layout.masks if mask.cu_seqlens is not None), None)
@@ -277,17 +279,18 @@ def _with_documents(layout: Layout | str, cu_seqlens: Any, seq_len: int, size: i
     if isinstance(layout, Layout):
         if masks is not None:
             raise ValueError("masks together with a Layout: its masks are those it was made with; give one of them")
-        kind, seq_len, size, given = layout.kind, layout.seq_len, layout.cp_size, layout.masks
+        given = layout.masks
     else:
-        check_layout_argument(layout, "layout")
-        kind, given = layout, as_masks(masks)
+        check_made_as(layout)
+        given = as_masks(masks)
     if cu_seqlens is not None:
         documents = Mask(cu_seqlens=cu_seqlens).cu_seqlens
         for mask in given:
             if mask.cu_seqlens is not None and not np.array_equal(mask.cu_seqlens, documents):
                 raise ValueError(f"batch['cu_seqlens'] and the layout's {mask!r} name different documents")
         given = tuple(mask.with_documents(documents) for mask in given)
-    return Layout(kind, seq_len, size, given)
+    # A balanced layout gets the rows that suit the batch.
+    return layout.with_masks(given) if isinstance(layout, Layout) else Layout(layout, seq_len, size, given)
 
 
 def _place(layout: Layout | str, seq_len: int, rank: int | None, group: Any, size: int | None = None) -> tuple[Layout, int]:
@@ -303,12 +306,12 @@ def _place(layout: Layout | str, seq_len: int, rank: int | None, group: Any, siz
         check_layout_argument(layout, "layout")
         layout = Layout(layout, seq_len, 1 if size is None else size)
     check_layout_argument(layout, "layout")
-    if group is not None and layout.cp_size != size:
-        raise ValueError(f"layout.cp_size={layout.cp_size}: the group has {size} ranks")
+    if group is not None:
+        check_size(layout, size)
     if rank is None:
-        if layout.cp_size != 1:
-            raise ValueError(f"layout.cp_size={layout.cp_size}: which rank is meant? give rank or group")
+        if layout.num_ranks != 1:
+            raise ValueError(f"layout of {layout.num_ranks} ranks: which rank is meant? give rank or group")
         rank = 0
-    if not 0 <= rank < layout.cp_size:
-        raise ValueError(f"rank={rank}: must lie in [0, {layout.cp_size})")
+    if not 0 <= rank < layout.num_ranks:
+        raise ValueError(f"rank={rank}: must lie in [0, {layout.num_ranks})")
     return layout, rank

@@ -8,13 +8,14 @@ import torch
 
 import ringflash.agreement
 from ringflash import Layout, Mask
-from ringflash.layout import KINDS
+from ringflash.layout import KINDS, LAYOUTS
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 4, 5, 8, 64])
 def test_rows_of_all_ranks_partition_any_length_and_differ_by_at_most_one(kind, cp_size):
-    for seq_len in [*range(1, 4 * cp_size + 2), 127, 128]:
+    most = 4 * cp_size + 2 if kind in KINDS else 30  # the others are made by a search
+    for seq_len in [*range(1, most), 127, 128]:
         layout = Layout(kind, seq_len, cp_size)
         shards = [layout.positions(rank) for rank in range(cp_size)]
         lengths = [len(shard) for shard in shards]
@@ -48,14 +49,8 @@ def test_shards_are_equal_when_the_length_divides():
 
 @pytest.mark.parametrize("kind", ["zig-zag", "", None, 3])
 def test_an_unknown_kind_is_refused_with_the_valid_ones(kind):
-    with pytest.raises(ValueError, match="contiguous, zigzag, striped"):
+    with pytest.raises(ValueError, match="contiguous, zigzag, striped, balanced, auto"):
         Layout(kind, 8, 2)
-
-
-@pytest.mark.parametrize("options", [dict(kind="balanced"), dict(kind="auto"), dict(ulysses_size=2)])
-def test_layouts_of_later_work_are_refused_by_name(options):
-    with pytest.raises(NotImplementedError, match="balanced|auto|ulysses_size=2"):
-        Layout(**{"kind": "zigzag", "seq_len": 8, "cp_size": 2, **options})
 
 
 @pytest.mark.parametrize(("options", "rule"), [
@@ -93,13 +88,44 @@ def test_layouts_are_values_equal_by_content_and_hashable():
 
 
 def test_spec_is_a_cpu_int64_tensor_that_gives_the_layout_back():
-    for kind in KINDS:
-        layout = Layout(kind, 77, 4)
+    for kind in (*KINDS, "balanced"):
+        layout = Layout(kind, 77, 4, Mask(cu_seqlens=[0, 3, 50, 60, 77]), ulysses_size=2)
         assert layout.spec.dtype == torch.int64 and layout.spec.device.type == "cpu" and layout.spec is layout.spec
-        assert Layout.from_spec(layout.spec) == layout
-        assert Layout.from_spec(layout.spec, Mask(causal=False)).masks == (Mask(causal=False),)
+        assert Layout.from_spec(layout.spec, layout.masks) == layout
+        other = Layout.from_spec(layout.spec, Mask(causal=False))  # other masks, the same rows
+        assert other.masks == (Mask(causal=False),) and other.geometry == layout.geometry
     with pytest.raises(ValueError, match="spec"):
         Layout.from_spec(torch.tensor([1, 9, 8, 2, 1]))
+
+
+@pytest.mark.parametrize("runs", [[], [0, 4], [0, 4, 8, 0, 1, 0], [0, 4, 2, 0, 1, 1], [1, 4, 0, 1], [0, 4, 0, 2], [0, 4, 1, 1],
+                                  [0, 5, 0, 1], [0, 4, 0]])
+def test_a_spec_whose_runs_are_no_balanced_layout_is_refused(runs):
+    assert Layout.from_spec(torch.tensor([1, 3, 8, 2, 1, 0, 4, 1, 0])).chunks(0) == ((4, 8, 1),)
+    with pytest.raises(ValueError, match="spec|runs"):
+        Layout.from_spec(torch.tensor([1, 3, 8, 2, 1, *runs]))
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("ulysses_size", [1, 2, 3, 4])
+def test_ulysses_ranks_split_the_sorted_rows_of_their_ring_shard(kind, ulysses_size):
+    for cp_size in (1, 2, 3):
+        for seq_len in (1, 2, 7, 24, 53):
+            layout = Layout(kind, seq_len, cp_size, Mask(cu_seqlens=[0, seq_len // 3, seq_len]), ulysses_size)
+            ring = layout.ring
+            assert (layout.num_ranks, ring.num_ranks, ring.ulysses_size) == (cp_size * ulysses_size, cp_size, 1)
+            lengths = [layout.shard_len(rank) for rank in range(layout.num_ranks)]
+            assert max(lengths) - min(lengths) <= 1 and lengths[0] == max(lengths) and sum(lengths) == seq_len
+            for ring_rank in range(cp_size):
+                parts = range(ring_rank * ulysses_size, (ring_rank + 1) * ulysses_size)
+                rows = [layout.positions(rank) for rank in parts]
+                assert np.array_equal(np.concatenate(rows), ring.positions(ring_rank))
+                for rank, part in zip(parts, rows):
+                    assert [p for start, stop, stride in layout.chunks(rank) for p in range(start, stop, stride)] == part.tolist()
+                    assert len(part) == lengths[rank]
+    assert Layout("zigzag", 16, 2, ulysses_size=2).chunks(1) == ((12, 16, 1),)
+    assert Layout("zigzag", 16, 2) != Layout("zigzag", 16, 2, ulysses_size=2)
+    assert "ulysses_size=2" in repr(Layout("zigzag", 16, 2, ulysses_size=2))
 
 
 def test_a_layout_agrees_only_when_it_is_given_a_group(monkeypatch):
@@ -120,8 +146,10 @@ def test_a_rank_that_refuses_its_layout_tells_the_group_before_it_raises(monkeyp
 
 
 def test_a_pickled_or_copied_layout_claims_no_agreement():
-    layout = Layout("zigzag", 10, 2, Mask(cu_seqlens=[0, 4, 10]))
-    layout.set_token("agreed")
-    for made in (pickle.loads(pickle.dumps(layout)), copy.deepcopy(layout)):
-        assert made == layout and hash(made) == hash(layout)
-        assert made.token is None and not made.is_agreed
+    for kind in LAYOUTS:
+        layout = Layout(kind, 10, 2, Mask(cu_seqlens=[0, 4, 10]), ulysses_size=2)
+        layout.set_token("agreed")
+        for made in (pickle.loads(pickle.dumps(layout)), copy.copy(layout), copy.deepcopy(layout)):
+            assert made == layout and hash(made) == hash(layout) and made.geometry == layout.geometry
+            assert (made.asked, made.reason) == (layout.asked, layout.reason) and made.asked == kind
+            assert made.token is None and not made.is_agreed
