@@ -16,8 +16,9 @@ from ringflash.layout import Layout
 from ringflash.mask import Mask
 from ringflash.ring import ranges, routes
 from ringflash.ring.cache import BoundedCache
-from ringflash.ring.message import Message
+from ringflash.ring.message import KINDS, Message
 from ringflash.ring.ranges import RowRanges, Runs
+from ringflash.ring.transposed import TransposedMask, transpose
 
 PASSES = ("forward", "backward")
 Intervals = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
@@ -85,13 +86,24 @@ class Visit:
 class Plan:
     """Made by build_plan; immutable. key: hashable, equal for equal plans.
 
+    routing: "ring" (neighbour to neighbour) or "direct" (owner to reader). rows_by_routing: what each of the two would send in a
+    forward. is_demanded: the routing was the caller's choice, not the plan's.
+
+    rotates: "kv", or "q": a plan for a backward in which the rows of q travel, with all that belongs to them. It is the plan of the
+    transposed mask, so that everything here holds of it with the roles exchanged: `layout` is that of the keys, which stay,
+    `layout_k` that of the queries, dead_k are queries, and what is said of dkv holds of dq.
+
     dkv messages: the partial that the visit of step s wrote leaves in step s + 1, added to what the rank received in step s for
     the same rows: rows that are read further on go on with the block, rows whose last reader this rank was go to their owner.
     A rank that forwards rows it does not read forwards what it received, and zeros where nothing was received yet.
     """
 
-    def __init__(self, key: tuple, mask: Mask, layout: Layout, layout_k: Layout, lanes: tuple[int, ...]):
-        self.key = key
+    def __init__(self, key: tuple, mask: Mask | TransposedMask, layout: Layout, layout_k: Layout, lanes: tuple[int, ...], is_demanded: bool):
+        self.key, self.is_demanded = key, is_demanded
+        self.rotates = "q" if isinstance(mask, TransposedMask) else "kv"
+        self.kinds = KINDS[self.rotates]
+        self.routing = "ring"
+        self.rows_by_routing: dict[str, int] = {}
         self.mask, self.layout, self.layout_k, self.lanes = mask, layout, layout_k, lanes
         self.cp_size = layout.cp_size
         self.num_steps = self.num_backward_steps = 1
@@ -138,7 +150,7 @@ class Plan:
         return sum(visit.num_pairs for visit in self.visits(rank, step))
 
     def rows_sent(self, pass_: str, kind: str | None = None, rank: int | None = None) -> int:
-        """Rows on the wire, in all or by one kind ("kv", "dkv") or sender, each counted once per hop."""
+        """Rows on the wire, in all or by one kind ("kv", "dkv"; "q", "dq") or sender, each counted once per hop."""
         chosen = self.messages(pass_)
         return sum(m.num_rows for m in chosen if kind in (None, m.kind) and rank in (None, m.src))
 
@@ -175,7 +187,7 @@ class Plan:
         in_order = attrgetter("owner", "lane", "part")
         self._visits = {at: tuple(sorted(of_step, key=in_order)) for at, of_step in visits.items()}
         messages = sorted(route.messages)
-        self._messages = {"forward": tuple(m for m in messages if m.kind == "kv"), "backward": tuple(messages)}
+        self._messages = {"forward": tuple(m for m in messages if not m.is_gradient), "backward": tuple(messages)}
         for pass_ in PASSES:
             for table, end in ((self._sends, "src"), (self._recvs, "dst")):
                 batches: dict[tuple[str, int, int], list[Message]] = {}
@@ -186,10 +198,16 @@ class Plan:
         self.num_backward_steps = max([self.num_steps] + [m.step + 1 for m in messages[-1:]])
 
 
-def build_plan(mask: Mask, layout: Layout, layout_k: Layout | None = None, *, lanes: tuple[int, ...] = routes.LANES) -> Plan:
+def build_plan(
+    mask: Mask, layout: Layout, layout_k: Layout | None = None, *, lanes: tuple[int, ...] = routes.LANES, routing: str = "auto",
+    rotates: str = "kv",
+) -> Plan:
     """The plan of `mask` over q laid out by `layout` and k, v by `layout_k` (None: the same).
 
-    lanes: the directions that may be used, +1 towards higher ranks, -1 towards lower ones. The plan chooses per range of rows.
+    routing: "ring", "direct", or "auto": direct where that sends fewer rows (Note [Ring or direct] in DESIGN.md).
+    lanes: the directions that a ring may use, +1 towards higher ranks, -1 towards lower ones (one alone demands a ring). The plan
+    chooses per range of rows.
+    rotates: "kv", or "q" for a backward in which the Q side travels (Note [What rotates in the backward]; see Plan).
     Plans are cached by content (the latest 64). Cost: O(S) for the mask, and then by ranges and ranks, not by rows.
     Raises ValueError when the layouts have different cp_size, or the mask does not fit their lengths.
     """
@@ -199,14 +217,24 @@ def build_plan(mask: Mask, layout: Layout, layout_k: Layout | None = None, *, la
         raise ValueError(f"{sizes}: q and k share one ring")
     if lanes not in ((1, -1), (-1, 1), (1,), (-1,)):
         raise ValueError(f"lanes={lanes!r}: valid are (1, -1), (-1, 1), (1,) and (-1,)")
+    if routing not in ("auto", *routes.ROUTINGS):
+        raise ValueError(f"routing={routing!r}: valid are auto, {', '.join(routes.ROUTINGS)}")
+    if len(lanes) == 1:
+        if routing == "direct":
+            raise ValueError(f"routing='direct' with lanes={lanes!r}: only a ring has lanes; leave them out")
+        routing = "ring"
+    if rotates not in KINDS:
+        raise ValueError(f"rotates={rotates!r}: valid are {', '.join(KINDS)}")
     mask.check_lengths(layout.seq_len, layout_k.seq_len)
-    key = (mask, layout.geometry, layout_k.geometry, lanes)
-    return _plans.get_or_make(key, lambda: _build(key, mask, layout, layout_k, lanes))
+    if rotates == "q":
+        mask, layout, layout_k = transpose(mask, layout, layout_k)
+    key = (mask, layout.geometry, layout_k.geometry, lanes, routing)
+    return _plans.get_or_make(key, lambda: _build(key, mask, layout, layout_k, lanes, routing))
 
 
-def _build(key: tuple, mask: Mask, layout: Layout, layout_k: Layout, lanes: tuple[int, ...]) -> Plan:
+def _build(key: tuple, mask: Mask | TransposedMask, layout: Layout, layout_k: Layout, lanes: tuple[int, ...], routing: str) -> Plan:
     size = layout.cp_size
-    plan = Plan(key, mask, layout, layout_k, lanes)
+    plan = Plan(key, mask, layout, layout_k, lanes, is_demanded=routing != "auto")
     table = ranges.ShardTable([Runs(layout_k.chunks(rank)) for rank in range(size)])
     reads: list[list[Reads]] = [[] for _ in range(mask.num_parts)]  # per part and rank
     needs = []
@@ -226,11 +254,20 @@ def _build(key: tuple, mask: Mask, layout: Layout, layout_k: Layout, lanes: tupl
         routes.demand_of(rank, size, reader[chosen], start[chosen], end[chosen])
         for rank, chosen in enumerate(np.split(by_owner, cuts))
     ]
-    route = routes.Route()
-    for demand, lane_of_segment in zip(demands, routes.choose_lanes(demands, lanes)):
-        for lane in routes.LANES:
-            routes.add_rotation(route, demand, lane_of_segment, lane, size)
-        plan._dead_k.append(demand.unread(layout_k.shard_len(demand.owner)))
+    plan._dead_k = [demand.unread(layout_k.shard_len(demand.owner)) for demand in demands]
+    chosen = routes.choose_lanes(demands, lanes)
+    plan.rows_by_routing = {
+        "ring": routes.rows_rotated(demands, chosen), "direct": sum(demand.rows_read_elsewhere for demand in demands)}
+    if routing == "auto":
+        routing = "direct" if plan.rows_by_routing["direct"] < plan.rows_by_routing["ring"] else "ring"
+    plan.routing = routing
+    route = routes.Route(kinds=plan.kinds)
+    if routing == "direct":
+        routes.add_direct(route, demands, size)
+    else:
+        for demand, lane_of_segment in zip(demands, chosen):
+            for lane in routes.LANES:
+                routes.add_rotation(route, demand, lane_of_segment, lane, size)
     plan._file(reads, route)
     return plan
 
@@ -245,7 +282,7 @@ def _meets(reads: Reads, owner: int, rows: RowRanges) -> bool:
     return bool((starts[after[inside]] < table[inside, 1]).any())
 
 
-def _bounds(mask: Mask, layout: Layout, layout_k: Layout, rank: int, part: int) -> tuple[np.ndarray, np.ndarray]:
+def _bounds(mask: Mask | TransposedMask, layout: Layout, layout_k: Layout, rank: int, part: int) -> tuple[np.ndarray, np.ndarray]:
     first, stop = mask.bounds(layout.positions(rank), layout.seq_len, layout_k.seq_len, part)
     # Intervals, their transposes and the tile walk of the kernels all rest on this (Note [Intervals] in DESIGN.md).
     if (first > stop).any() or (first[1:] < first[:-1]).any() or (stop[1:] < stop[:-1]).any():

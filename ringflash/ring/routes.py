@@ -1,7 +1,7 @@
-"""How the rows of a block reach their readers: directions, hops, and the messages and stops that follow.
+"""How the rows of a block reach their readers: round the ring or straight, and the messages and stops that follow.
 
-Note [Only needed rows travel] and Note [dK and dV travel one step late] in DESIGN.md. Whatever the way of routing, its result
-is a `Route`: the stops at which rows are read and the messages that bring them there.
+Note [Only needed rows travel], Note [Ring or direct] and Note [dK and dV travel one step late] in DESIGN.md. Whatever the way of
+routing, its result is a `Route`: the stops at which rows are read and the messages that bring them there.
 """
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ringflash.ring.message import Message
-from ringflash.ring.ranges import RowRanges, true_runs
+from ringflash.ring.message import KINDS, Message
+from ringflash.ring.ranges import RowRanges, num_rows, true_runs
 
 UP, DOWN = 1, -1
 LANES = (UP, DOWN)
+DIRECT = 0  # the lane of what goes straight from its owner to a reader
+ROUTINGS = ("ring", "direct")
 
 
 @dataclass
@@ -33,6 +35,15 @@ class Demand:
     def lengths(self) -> np.ndarray:
         return np.diff(self.edges)
 
+    @property
+    def rows_read_elsewhere(self) -> int:
+        """Rows that others than the owner read, once for each reader: no routing sends fewer."""
+        return int((self.lengths * (self.readers.sum(axis=0) - self.readers[self.owner])).sum())
+
+    def rows_of(self, reader: int) -> RowRanges:
+        """The rows that one rank reads."""
+        return true_runs(self.readers[reader], self.edges)
+
     def unread(self, num_rows: int) -> RowRanges:
         """Rows of the block, num_rows in all, that no rank reads."""
         read = true_runs(self.readers.any(axis=0), self.edges)
@@ -42,10 +53,13 @@ class Demand:
 
 @dataclass
 class Route:
-    """stops: (rank, step, owner, lane, rows) wherever a rank reads rows that arrived; messages: all, unsorted."""
+    """stops: (rank, step, owner, lane, rows) wherever a rank reads rows that arrived; messages: all, unsorted.
+
+    kinds: of messages with rows of a block, and of those with their gradients."""
 
     stops: list[tuple[int, int, int, int, RowRanges]] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
+    kinds: tuple[str, str] = KINDS["kv"]
 
 
 def hops(owner: int, cp_size: int, lane: int) -> np.ndarray:
@@ -88,6 +102,43 @@ def choose_lanes(demands: list[Demand], lanes: tuple[int, ...]) -> list[np.ndarr
     return [np.where(d.last[first] < d.last[second], first, second) for d in demands]
 
 
+def rows_rotated(demands: list[Demand], lanes: list[np.ndarray]) -> int:
+    """Rows that the ring sends, each counted once per hop; lanes: what choose_lanes chose."""
+    return sum(int((d.lengths * np.where(lane == UP, d.last[UP], d.last[DOWN])).sum()) for d, lane in zip(demands, lanes))
+
+
+def add_direct(route: Route, demands: list[Demand], cp_size: int) -> None:
+    """Adds all messages of owners to readers, and home again, each rank sending to one and receiving from one in a step."""
+    found = [(d.owner, int(reader), d.rows_of(reader)) for d in demands
+             for reader in np.flatnonzero(d.readers.any(axis=1)) if reader != d.owner]
+    block, gradient = route.kinds
+    steps = _steps_of([(owner, reader, num_rows(rows)) for owner, reader, rows in found], cp_size)
+    for (owner, reader, rows), step in zip(found, steps):
+        route.messages.append(Message(step - 1, block, owner, reader, owner, DIRECT, rows))
+        route.stops.append((reader, step, owner, DIRECT, rows))
+        route.messages.append(Message(step + 1, gradient, reader, owner, owner, DIRECT, rows))
+
+
+def _steps_of(transfers: list[tuple[int, int, int]], cp_size: int) -> list[int]:
+    """A step >= 1 for each transfer (owner, reader, rows): no two of an owner, nor two of a reader, in one step.
+
+    By the distance from owner to reader, leaving out distances that nobody needs; or, where that takes fewer steps, the largest
+    transfer first, each in the first step in which both its ends are free, so that a rank's first block comes during step 0.
+    """
+    distances = [(reader - owner) % cp_size for owner, reader, _ in transfers]
+    number = {distance: step for step, distance in enumerate(sorted(set(distances)), start=1)}
+    busy_sending, busy_receiving = [0] * cp_size, [0] * cp_size  # bit i: in step i + 1
+    early = [0] * len(transfers)
+    for i in sorted(range(len(transfers)), key=lambda i: (-transfers[i][2], distances[i], transfers[i][0])):
+        owner, reader, _ = transfers[i]
+        busy = busy_sending[owner] | busy_receiving[reader]
+        free = ~busy & (busy + 1)                           # the lowest bit that neither has set
+        busy_sending[owner] |= free
+        busy_receiving[reader] |= free
+        early[i] = free.bit_length()
+    return early if max(early, default=0) < len(number) else [number[distance] for distance in distances]
+
+
 def add_rotation(route: Route, demand: Demand, lane_of_segment: np.ndarray, lane: int, cp_size: int) -> None:
     """Adds what `lane` carries of one block: hop by hop, each row as far as its last reader, its gradient home from there."""
     owner = demand.owner
@@ -95,6 +146,7 @@ def add_rotation(route: Route, demand: Demand, lane_of_segment: np.ndarray, lane
     farthest = int(last.max(initial=0))
     if not farthest:
         return
+    block, gradient = route.kinds
     distance = hops(owner, cp_size, lane)
     reads = (demand.readers & (last > 0)).any(axis=1)
     reads_at_hop = {int(distance[rank]) for rank in np.flatnonzero(reads)}
@@ -106,11 +158,11 @@ def add_rotation(route: Route, demand: Demand, lane_of_segment: np.ndarray, lane
         src, dst = (owner + lane * step) % cp_size, (owner + lane * (step + 1)) % cp_size
         if step == 0 or ends_at[step]:  # otherwise no row leaves the block here
             rows = true_runs(last > step, demand.edges)
-        route.messages.append(Message(step, "kv", src, dst, owner, lane, rows))
+        route.messages.append(Message(step, block, src, dst, owner, lane, rows))
         if step:  # the owner's own partial stays at home
-            route.messages.append(Message(step + 1, "dkv", src, dst, owner, lane, rows))
+            route.messages.append(Message(step + 1, gradient, src, dst, owner, lane, rows))
         if step + 1 in reads_at_hop:
             route.stops.append((dst, step + 1, owner, lane, rows))
         if ends_at[step + 1]:
             home = true_runs(last == step + 1, demand.edges)
-            route.messages.append(Message(step + 2, "dkv", dst, owner, owner, lane, home))
+            route.messages.append(Message(step + 2, gradient, dst, owner, owner, lane, home))

@@ -14,7 +14,7 @@ from ringflash.mask import Mask
 from ringflash.ring.message import Message
 from ringflash.ring.plan import PASSES, Plan, build_plan
 from ringflash.ring.ranges import RowRanges
-from ringflash.ring.routes import LANES, UP
+from ringflash.ring.routes import DIRECT, LANES, ROUTINGS, UP
 
 MASKS = ("causal", "full")
 _ARROWS = {1: "to the next rank", -1: "to the previous rank"}
@@ -32,7 +32,7 @@ def text(plan: Plan, pass_: str = "forward") -> str:
             rows.append((
                 str(step),
                 str(rank),
-                " ".join("own" if v.is_own else f"rank {v.owner}" for v in visits) or "-",
+                " ".join(("own" if v.is_own else f"rank {v.owner}") + ("", " first keys")[v.part] for v in visits) or "-",
                 " ".join(_shorten(v.rows) for v in visits) or "-",
                 f"{plan.num_pairs(rank, step):,}",
                 "; ".join(_describe(m, "from", m.src) for m in recvs) or "-",
@@ -51,14 +51,28 @@ def title(plan: Plan) -> str:
 
 
 def summary(plan: Plan) -> str:
-    """One line: bytes as a fraction of the full rotation, directions and why, how even the work is."""
-    hops = "1 hop" if plan.num_steps == 2 else f"{plan.num_steps - 1} hops"
-    moved = f"moves {plan.rotation_fraction:.2f} of the full rotation's bytes in {hops}"
-    return f"{moved}; {lanes_used(plan)}; {_evenness_text(plan)}"
+    """One line: bytes as a fraction of the full rotation, routing and directions and why, how even the work is."""
+    moved = f"moves {plan.rotation_fraction:.2f} of the full rotation's bytes in {plan.num_steps - 1} "
+    moved += {"ring": "hop", "direct": "step"}[plan.routing] + ("" if plan.num_steps == 2 else "s")
+    return "; ".join((moved, *routing_used(plan), _evenness_text(plan)))
+
+
+def routing_used(plan: Plan) -> list[str]:
+    """How rows reach their readers, and why."""
+    if not plan.messages("forward"):
+        return ["nothing travels"]
+    name, other_name = "neighbour ring", "owner to reader directly"
+    if plan.routing == "direct":
+        name, other_name = other_name, name
+    ours, other = plan.rows_by_routing[plan.routing], sum(plan.rows_by_routing.values()) - plan.rows_by_routing[plan.routing]
+    compared = "as many bytes" if other == ours else f"{other / (plan.layout_k.seq_len * (plan.cp_size - 1)):.2f}"
+    why = ", as demanded" if plan.is_demanded else ", fewer bytes" if other > ours else ""
+    used = [f"{name}{why} ({other_name}: {compared})"]
+    return used if plan.routing == "direct" else [*used, lanes_used(plan)]
 
 
 def lanes_used(plan: Plan) -> str:
-    """Which directions the plan uses, and why."""
+    """Which directions a ring uses, and why."""
     sent = {lane: sum(m.num_rows for m in plan.messages("forward") if m.lane == lane) for lane in LANES}
     used = [lane for lane in LANES if sent[lane]]
     if not used:
@@ -111,7 +125,9 @@ def png(plan: Plan, path: str | Path) -> None:
         bars.annotate(f"{value:.2f}", (step, value), ha="center", va="bottom", fontsize=8)
     bars.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
     bars.set(xlabel="step", ylabel="pairs,\nmax / mean", xticks=range(steps), ylim=(0, 1.25 * max([1.0, *values])))
-    legend = "v, ^: rows of k, v that leave for the next, the previous rank; numbers in cells: allowed (query, key) pairs"
+    leave = {"ring": "v, ^: rows of k, v that leave for the next, the previous rank",
+             "direct": "to r: rows of k, v that leave for rank r"}[plan.routing]
+    legend = f"{leave}; numbers in cells: allowed (query, key) pairs"
     figure.supxlabel(fill(summary(plan), 110) + "\n" + legend, fontsize=8)
     figure.savefig(path, dpi=120)
 
@@ -134,7 +150,8 @@ def _draw_grid(plan: Plan, axes) -> None:
                 axes.add_patch(Rectangle((left, rank - 0.44), width, 0.88, facecolor=colour, alpha=shade))
                 label = f"kv {visit.owner}\n{_count(visit.num_pairs)}"
                 axes.text(left + width / 2, rank - 0.08, label, ha="center", va="center", fontsize=7)
-            sent = [f"{'v' if m.lane > 0 else '^'} {_count(m.num_rows)}" for m in plan.sends(rank, step, "forward")]
+            signs = {UP: "v", -UP: "^", DIRECT: "to {}:"}
+            sent = [f"{signs[m.lane].format(m.dst)} {_count(m.num_rows)}" for m in plan.sends(rank, step, "forward")]
             axes.text(step, rank + 0.33, "  ".join(sent), ha="center", va="center", fontsize=6, color="#333333")
 
 
@@ -168,16 +185,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--mask", choices=MASKS, default="causal")
     parser.add_argument("--window-size", type=int, nargs=2, default=(-1, -1), metavar=("LEFT", "RIGHT"))
     parser.add_argument("--cu-seqlens", type=int, nargs="+", help="document boundaries, from 0")
+    parser.add_argument("--cu-seqlens-k", type=int, nargs="+", help="those of the keys, when they differ")
+    parser.add_argument("--prefix-lens", type=int, nargs="+", help="first keys of each document that all of it sees")
+    parser.add_argument("--chunk-size", type=int, help="positions of a chunk, which sees itself only")
+    parser.add_argument("--first-tokens", type=int, default=0, help="first keys of each document that a window keeps")
     parser.add_argument("--seq-len-k", type=int, help="length of keys, when it differs (the ends are aligned)")
     parser.add_argument("--layout-k", choices=KINDS, help="layout of keys, when it differs")
+    parser.add_argument("--routing", choices=("auto", *ROUTINGS), default="auto")
     parser.add_argument("--pass", dest="pass_", choices=PASSES, default="forward")
     parser.add_argument("--png", type=Path, help="also draw the plan into this file")
     options = parser.parse_args(arguments)
     try:
-        mask = Mask(causal=options.mask == "causal", window_size=tuple(options.window_size), cu_seqlens=options.cu_seqlens)
+        prefixes = options.prefix_lens
+        if prefixes is not None and len(prefixes) == 1:
+            prefixes = prefixes[0]  # every document's
+        mask = Mask(causal=options.mask == "causal", window_size=tuple(options.window_size), cu_seqlens=options.cu_seqlens,
+                    cu_seqlens_k=options.cu_seqlens_k, prefix_lens=prefixes, chunk_size=options.chunk_size,
+                    first_tokens=options.first_tokens)
         layout = Layout(options.layout, options.seq_len, options.cp_size)
         layout_k = Layout(options.layout_k or options.layout, options.seq_len_k or options.seq_len, options.cp_size)
-        plan = build_plan(mask, layout, layout_k)
+        plan = build_plan(mask, layout, layout_k, routing=options.routing)
     except ValueError as error:
         parser.error(str(error))
     print(text(plan, options.pass_))

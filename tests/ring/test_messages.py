@@ -1,11 +1,13 @@
 """What a plan moves: only needed rows, held by their sender, each gradient home exactly once."""
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from ringflash import Layout, Mask
 from ringflash.layout import KINDS
+from ringflash.ring import routes
 from ringflash.ring.plan import PASSES, build_plan
 from ringflash.ring.ranges import row_index
 from ringflash.ring.show import evenness
@@ -55,7 +57,8 @@ def test_steps_end_with_the_last_work_and_the_backward_has_one_more_where_gradie
 def test_keys_are_held_by_their_sender_and_every_row_a_visit_reads_has_arrived(kind, cp_size):
     for case in cases(kind, cp_size, seed=8):
         positions = [case.layout_k.positions(rank) for rank in range(cp_size)]
-        held = {(rank, rank, 0): positions[rank] for rank in range(cp_size)}  # (rank, owner, lane) -> positions of k, v
+        own = {(rank, rank, 0): positions[rank] for rank in range(cp_size)}
+        held = dict(own)  # (rank, owner, lane) -> positions of k, v
         for step in range(case.plan.num_steps):
             for rank in range(cp_size):
                 for visit in case.plan.visits(rank, step):
@@ -64,17 +67,18 @@ def test_keys_are_held_by_their_sender_and_every_row_a_visit_reads_has_arrived(k
             arriving = {}
             for m in (m for m in case.plan.messages("forward") if m.step == step):
                 rows = positions[m.owner][row_index(m.rows)]
-                assert np.isin(rows, held[m.src, m.owner, 0 if m.src == m.owner else m.lane]).all(), (case, m)
-                assert (m.dst - m.src) % cp_size == m.lane % cp_size
+                assert np.isin(rows, (held | own)[m.src, m.owner, 0 if m.src == m.owner else m.lane]).all(), (case, m)
+                assert m.src == m.owner if m.lane == 0 else (m.dst - m.src) % cp_size == m.lane % cp_size
+                assert (m.lane == 0) == (case.plan.routing == "direct")
                 assert (m.dst, m.owner, m.lane) not in arriving
                 arriving[m.dst, m.owner, m.lane] = rows
-            held = arriving
-        assert not held
+            held = arriving | own
+        assert held == own
 
 
 @everywhere
-def test_no_row_travels_further_than_its_last_reader_on_the_shorter_way(kind, cp_size):
-    for case in cases(kind, cp_size, seed=9):
+def test_no_row_of_a_ring_travels_further_than_its_last_reader_on_the_shorter_way(kind, cp_size):
+    for case in (replace(case, routing="ring") for case in cases(kind, cp_size, seed=9)):
         fewest = 0
         for owner in range(cp_size):
             reads = np.stack([case.pairs_of(rank, owner).any(axis=0) for rank in range(cp_size)])
@@ -83,7 +87,51 @@ def test_no_row_travels_further_than_its_last_reader_on_the_shorter_way(kind, cp
             fewest += int(np.minimum(last[1], last[-1]).sum())
             for m in (m for m in case.plan.messages("forward") if m.owner == owner):
                 assert (last[m.lane][row_index(m.rows)] >= hops[m.lane][m.dst]).all(), (case, m)
-        assert case.plan.rows_sent("forward") == fewest, case
+        assert case.plan.rows_sent("forward") == fewest == case.plan.rows_by_routing["ring"], case
+
+
+def fewest_rows(case):
+    """The sum over readers of the rows that they need of others."""
+    pairs = [(rank, owner) for rank in range(case.layout.cp_size) for owner in range(case.layout.cp_size) if rank != owner]
+    return sum(int(case.pairs_of(rank, owner).any(axis=0).sum()) for rank, owner in pairs)
+
+
+@everywhere
+def test_direct_messages_hold_exactly_the_rows_that_their_reader_needs_each_way(kind, cp_size):
+    for case in (replace(case, routing="direct") for case in cases(kind, cp_size, seed=15)):
+        plan = case.plan
+        keys = [m for m in plan.messages("backward") if m.kind == "kv"]
+        assert plan.messages("forward") == tuple(keys) and plan.rows_sent("forward") == fewest_rows(case)
+        assert len({(m.src, m.dst) for m in keys}) == len(keys)
+        for m in keys:
+            needed = np.flatnonzero(case.pairs_of(m.dst, m.src).any(axis=0))
+            assert m.owner == m.src and np.array_equal(row_index(m.rows), needed), (case, m)
+        back = {(m.step - 2, m.dst, m.src, m.rows) for m in plan.messages("backward") if m.kind == "dkv"}
+        assert back == {(m.step, m.src, m.dst, m.rows) for m in keys}
+        for end in ("src", "dst"):  # one block to send and one to receive in a step
+            assert len({(m.step, getattr(m, end)) for m in keys}) == len(keys)
+
+
+@everywhere
+def test_the_plan_chooses_what_sends_fewer_rows_which_is_never_more_than_the_readers_need(kind, cp_size):
+    for case in (replace(case, routing="auto") for case in cases(kind, cp_size, seed=16)):
+        plan = case.plan
+        direct, ring = (replace(case, routing=routing).plan.rows_sent("forward") for routing in ("direct", "ring"))
+        assert plan.rows_by_routing == {"direct": direct, "ring": ring} and direct <= ring
+        assert plan.routing == ("direct" if direct < ring else "ring") and not plan.is_demanded
+        assert plan.rows_sent("forward") == fewest_rows(case), case
+        # Nothing passes a rank that does not read it, so no step is for travelling alone.
+        assert all(any(plan.num_pairs(rank, step) for rank in range(cp_size)) for step in range(1, plan.num_steps))
+
+
+def test_direct_steps_that_nobody_needs_do_not_exist():
+    """Ranks 0 and 3 read each other, and so do 1 and 4: one step, although the distances are two, 3 and 5."""
+    demands = [routes.demand_of(owner, 8, np.array([reader]), np.array([0]), np.array([4]))
+               for owner, reader in ((0, 3), (1, 4), (2, 2), (3, 0), (4, 1), (5, 5), (6, 6), (7, 7))]
+    route = routes.Route()
+    routes.add_direct(route, demands, 8)
+    assert {(m.kind, m.step) for m in route.messages} == {("kv", 0), ("dkv", 2)} and len(route.messages) == 8
+    assert sorted((rank, step, owner) for rank, step, owner, _, _ in route.stops) == [(0, 1, 3), (1, 1, 4), (3, 1, 0), (4, 1, 1)]
 
 
 @everywhere
@@ -126,8 +174,8 @@ def test_each_contribution_to_a_gradient_comes_home_exactly_once(kind, cp_size):
 
 
 @everywhere
-def test_gradients_go_on_with_the_rows_of_the_keys_and_home_from_the_last_reader(kind, cp_size):
-    for case in cases(kind, cp_size, seed=11):
+def test_gradients_of_a_ring_go_on_with_the_rows_of_the_keys_and_home_from_the_last_reader(kind, cp_size):
+    for case in (replace(case, routing="ring") for case in cases(kind, cp_size, seed=11)):
         keys = [m for m in case.plan.messages("forward")]
         gradients = [m for m in case.plan.messages("backward") if m.kind == "dkv"]
         assert [m for m in case.plan.messages("backward") if m.kind == "kv"] == keys

@@ -120,10 +120,16 @@ def test_a_mask_whose_ends_fall_is_refused_by_the_plan():
 def test_layouts_of_different_rings_and_unfit_masks_are_refused():
     with pytest.raises(ValueError, match="cp_size=2 but layout_k has cp_size=3"):
         build_plan(Mask(), Layout("zigzag", 8, 2), Layout("zigzag", 8, 3))
+    with pytest.raises(ValueError, match="part=1: this mask has 1"):
+        Mask().bounds(np.arange(8), 8, 8, 1)
     with pytest.raises(ValueError, match=r"cu_seqlens\[-1\]=9"):
         build_plan(Mask(cu_seqlens=[0, 9]), Layout("zigzag", 8, 2))
     with pytest.raises(ValueError, match="lanes"):
         build_plan(Mask(), Layout("zigzag", 8, 2), lanes=(2,))
+    with pytest.raises(ValueError, match="routing='straight': valid are auto, ring, direct"):
+        build_plan(Mask(), Layout("zigzag", 8, 2), routing="straight")
+    with pytest.raises(ValueError, match="only a ring has lanes"):
+        build_plan(Mask(), Layout("zigzag", 8, 2), routing="direct", lanes=(1,))
     with pytest.raises(ValueError, match="forward, backward"):
         build_plan(Mask(), Layout("zigzag", 8, 2)).messages("sideways")
 

@@ -19,8 +19,16 @@ def test_text_names_each_visit_and_what_travels():
         ["2", "0", "-", "-", "0", "grad", "0:4", "of", "0", "from", "1", "-"],
         ["2", "1", "-", "-", "0", "-", "grad", "0:4", "of", "0", "to", "0"],
     ]
-    assert lines[-1] == ("moves 0.50 of the full rotation's bytes in 1 hop; all to the next rank (the other way: 0.50); "
+    assert lines[-1] == ("moves 0.50 of the full rotation's bytes in 1 hop; neighbour ring (owner to reader directly: as many "
+                         "bytes); all to the next rank (the other way: 0.50); "
                          "busiest rank 1.44x the mean over all steps, 1.44x when each step waits for its busiest")
+
+
+def test_text_names_the_visit_to_the_first_keys_of_documents():
+    lines = show.text(build_plan(Mask(window_size=(2, 0), first_tokens=1), Layout("contiguous", 12, 2))).splitlines()
+    assert [line.split("  ")[0:1] for line in lines[3:5]] == [["0"], ["0"]]
+    assert "own own first keys" in lines[3] and lines[4].split()[2:4] == ["own", "0:6"]
+    assert lines[5].split()[2:9] == ["rank", "0", "rank", "0", "first", "keys", "0:1,4:6"]
 
 
 def test_the_summary_gives_the_reason_for_the_directions():
@@ -28,6 +36,15 @@ def test_the_summary_gives_the_reason_for_the_directions():
     assert "all to the next rank, as demanded" in show.summary(build_plan(Mask(), Layout("zigzag", 128, 8), lanes=(1,)))
     window = build_plan(Mask(window_size=(4, 0)), Layout("zigzag", 128, 8))
     assert "both directions, each range the shorter way" in show.summary(window)
+    assert "neighbour ring (owner to reader directly: as many bytes)" in show.summary(window)
+    # A ring carries rows of these documents past ranks that do not read them.
+    far = Mask(cu_seqlens=[0, 8, 8, 40, 128], chunk_size=64)
+    for routing, why in (("auto", "fewer bytes"), ("direct", "as demanded")):
+        plan = build_plan(far, Layout("zigzag", 128, 8), routing=routing)
+        assert f"steps; owner to reader directly, {why} (neighbour ring: 0." in show.summary(plan)
+        assert "the next rank" not in show.summary(plan)
+    ring = show.summary(build_plan(far, Layout("zigzag", 128, 8), routing="ring"))
+    assert "hops; neighbour ring, as demanded (owner to reader directly: 0." in ring
     assert "nothing travels" in show.summary(build_plan(Mask(window_size=(0, 0)), Layout("zigzag", 128, 8)))
     assert "no pair is allowed" in show.summary(build_plan(Mask(cu_seqlens=[0]), Layout("zigzag", 8, 2)))
 
@@ -43,9 +60,10 @@ def test_any_plan_can_be_shown_and_its_pairs_add_up(kind):
 
 
 @pytest.mark.parametrize("options", [dict(), dict(window_size=(4, 0)), dict(cu_seqlens=[0])])
-def test_png_is_drawn_for_dense_windowed_and_empty_plans(tmp_path, options):
+@pytest.mark.parametrize("routing", ["auto", "direct"])
+def test_png_is_drawn_for_dense_windowed_and_empty_plans(tmp_path, options, routing):
     path = tmp_path / "plan.png"
-    show.png(build_plan(Mask(**options), Layout("zigzag", 64, 4)), path)
+    show.png(build_plan(Mask(**options), Layout("zigzag", 64, 4), routing=routing), path)
     assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
 
 
@@ -61,6 +79,17 @@ def test_the_command_prints_the_table_and_draws(tmp_path, capsys):
 def test_the_command_shows_keys_of_another_length_and_layout(capsys):
     assert show.main(["--seq-len", "8", "--seq-len-k", "20", "--layout-k", "contiguous", "--cp-size", "2"]) == 0
     assert "zigzag, 8 tokens on 2 ranks, keys contiguous of 20 tokens" in capsys.readouterr().out
+
+
+def test_the_command_takes_every_option_of_a_mask_and_the_routing(capsys):
+    documents = ["--cu-seqlens", "0", "8", "20", "--cu-seqlens-k", "0", "3", "30", "--seq-len-k", "30"]
+    options = ["--prefix-lens", "2", "--first-tokens", "3", "--window-size", "4", "0", "--routing", "direct"]
+    assert show.main(["--seq-len", "20", "--cp-size", "4", *documents, *options]) == 0
+    printed = capsys.readouterr().out
+    assert "cu_seqlens=[0, 8, 20], cu_seqlens_k=[0, 3, 30], prefix_lens=[2, 2], first_tokens=3" in printed
+    assert "owner to reader directly, as demanded" in printed
+    assert show.main(["--seq-len", "20", "--cp-size", "4", "--chunk-size", "6"]) == 0
+    assert "chunk_size=6" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("arguments", "rule"), [

@@ -26,11 +26,12 @@ CROSS_DOCUMENTS = tuple(name for name in (*MASKS, *OPTION_MASKS) if "documents" 
 
 @dataclass(frozen=True)
 class PlanCase:
-    """A mask (as keywords), the layouts of q and of k."""
+    """A mask (as keywords), the layouts of q and of k, and how the plan is to route."""
 
     options: tuple[tuple[str, object], ...]
     layout: Layout
     layout_k: Layout
+    routing: str = "auto"
 
     @cached_property
     def mask(self) -> Mask:
@@ -38,7 +39,7 @@ class PlanCase:
 
     @cached_property
     def plan(self) -> Plan:
-        return build_plan(self.mask, self.layout, self.layout_k)
+        return build_plan(self.mask, self.layout, self.layout_k, routing=self.routing)
 
     @cached_property
     def allowed(self) -> np.ndarray:
@@ -54,22 +55,26 @@ class PlanCase:
 
 def cases(kind: str, cp_size: int, seed: int = 0, lengths: int = 3) -> Iterator[PlanCase]:
     """All masks over a few random lengths of one layout and ring, short ones (empty shards) too, masks with more options over one
-    length each, then masks with other keys."""
+    length each, then masks with other keys; each with one of the routings, at random."""
     draw = random.Random(f"{kind} {cp_size} {seed}")
+
+    def route() -> str:
+        return draw.choice(("auto", "ring", "direct"))
+
     for name in MASKS:
         for seq_len in (draw.randint(1, 2 * cp_size), *(draw.randint(3, 60) for _ in range(lengths - 1))):
             layout = Layout(kind, seq_len, cp_size)
-            yield PlanCase(mask_options(name, seq_len, draw), layout, layout)
+            yield PlanCase(mask_options(name, seq_len, draw), layout, layout, route())
     for name in OPTION_MASKS:
         layout = Layout(kind, draw.choice((draw.randint(1, 2 * cp_size), draw.randint(3, 60))), cp_size)
-        yield PlanCase(mask_options(name, layout.seq_len, draw), layout, layout)
+        yield PlanCase(mask_options(name, layout.seq_len, draw), layout, layout, route())
     for name in CROSS_MASKS + CROSS_DOCUMENTS:
         seq_len, seq_len_k = draw.randint(1, 40), draw.randint(1, 40)
         if name in CROSS_MASKS:
             options = mask_options(name, min(seq_len, seq_len_k), draw)
         else:
             options = mask_options(name, seq_len, draw, seq_len_k)
-        yield PlanCase(options, Layout(kind, seq_len, cp_size), Layout(draw.choice(KINDS), seq_len_k, cp_size))
+        yield PlanCase(options, Layout(kind, seq_len, cp_size), Layout(draw.choice(KINDS), seq_len_k, cp_size), route())
 
 
 def mask_options(name: str, seq_len: int, draw: random.Random, seq_len_k: int | None = None) -> tuple[tuple[str, object], ...]:
