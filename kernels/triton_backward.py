@@ -70,13 +70,13 @@ def _step(
         exponents = tl.where(seen, exponents, -float("inf"))
     p = tl.exp2(exponents)
     dv = dot_add(rounded(p, dout_tile.dtype, UPCAST), dout_tile, dv, UPCAST)
+    # p of the score gradient; with a cap times its slope, here: one tensor less is alive through the next product
+    weight = p if tanh_scale is None else p * slope
     dp = dot(v_tile, dout_tile.T, UPCAST)
-    ds = p * (dp - row_delta[None, :])
-    if tanh_scale is not None:
-        ds = ds * slope
+    ds = weight * (dp - row_delta[None, :])
     if MASKED:
-        # By selection: 0 * (inf or NaN) would stay NaN. Testing p spares the registers that would hold `seen`.
-        ds = tl.where(p == 0.0, 0.0, ds)
+        # By selection: 0 * (inf or NaN) would stay NaN. Testing the weight spares the registers that would hold `seen`.
+        ds = tl.where(weight == 0.0, 0.0, ds)
     ds = rounded(ds, q_tile.dtype, UPCAST)
     dk = dot_add(ds, q_tile, dk, UPCAST)
     if DQ == "tma":

@@ -28,13 +28,13 @@ def _step(
         cols = col0 + tl.arange(0, BLOCK_N)
         seen = (cols[None, :] >= lo[:, None]) & (cols[None, :] < hi[:, None])
         exponents = tl.where(seen, exponents, -float("inf"))
-    p = tl.exp2(exponents)
-    ds = p * (dp - row_delta[:, None])
+    weight = tl.exp2(exponents)
     if tanh_scale is not None:
-        ds = ds * slope
+        weight = weight * slope
+    ds = weight * (dp - row_delta[:, None])
     if MASKED:
-        # By selection: 0 * (inf or NaN) would stay NaN. Testing p spares the registers that would hold `seen`.
-        ds = tl.where(p == 0.0, 0.0, ds)
+        # By selection: 0 * (inf or NaN) would stay NaN. Testing the weight spares the registers that would hold `seen`.
+        ds = tl.where(weight == 0.0, 0.0, ds)
     return dot_add(rounded(ds, k_tile.dtype, UPCAST), k_tile, dq, UPCAST)
 
 

@@ -6,13 +6,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+pytest.importorskip("triton", reason="needs the triton package")
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.timeout(600),
 ]
 if torch.cuda.is_available():
-    from ringflash.kernels import triton_backend, triton_tiles
+    from ringflash.kernels import triton_backend, triton_support, triton_tiles
     from ringflash.kernels.intervals import Intervals
     from ringflash.tests.support.triton_cases import BOUNDS, Case, check, run
 
@@ -51,6 +55,51 @@ def test_grouped_heads_batches_and_strided_views_keep_their_budget(heads, kv_hea
     for strided in (False, True):
         check(triton_backend, case(515, 643, heads=heads, kv_heads=kv_heads, head_dim=head_dim, batch=2, strided=strided,
                                    visits=2), "cuda")
+
+
+@pytest.mark.parametrize("softcap, scale", [(0.5, 1.0), (20.0, 0.5), (50.0, 2.0), (50.0, 0.02)])
+@pytest.mark.parametrize("head_dim, dtype", [
+    (64, torch.float16), (64, torch.float32), (128, torch.bfloat16), (128, torch.float32), (256, torch.bfloat16)], ids=str)
+def test_capped_scores_keep_their_budget(head_dim, dtype, softcap, scale):
+    for deterministic in (False, True):
+        for bounds, sinks, accumulate in (("causal", False, False), ("gaps", True, True)):
+            check(triton_backend, case(1000, 1333, head_dim=head_dim, dtype=dtype, softcap=softcap, scale=scale, bounds=bounds,
+                                       sinks=sinks, accumulate=accumulate, visits=2, deterministic=deterministic), "cuda")
+
+
+@pytest.mark.parametrize("head_dim, head_dim_v, dtype", [
+    (192, 128, torch.bfloat16), (192, 128, torch.float32), (128, 64, torch.float16), (64, 128, torch.bfloat16),
+    (128, 256, torch.bfloat16), (256, 128, torch.float16), (64, 1, torch.bfloat16), (64, 40, torch.float32),
+    (40, 64, torch.bfloat16),
+], ids=str)
+def test_values_have_a_head_dim_of_their_own(head_dim, head_dim_v, dtype):
+    for deterministic in (False, True):
+        for softcap, strided in ((0.0, False), (20.0, True)):
+            check(triton_backend, case(515, 1000, heads=4, kv_heads=2, head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype,
+                                       softcap=softcap, strided=strided, visits=2, deterministic=deterministic), "cuda")
+
+
+@triton.jit
+def _tanh_kernel(x, value, slope, BLOCK: tl.constexpr):
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    t, s = triton_support.tanh_and_slope(tl.load(x + rows))
+    tl.store(value + rows, t)
+    tl.store(slope + rows, s)
+
+
+def test_the_devices_tanh_is_accurate_to_a_few_roundings():
+    """exp2 and the division are approximate here (2 ulp each); see Note [Softcap] and the interpreter's test of the same."""
+    count = 1 << 20
+    x = torch.linspace(0x00800000, 0x42B00000, count, dtype=torch.float64).to(torch.int32).view(torch.float32)
+    x[-4:] = torch.tensor([0.0, 0.6, 1e38, float("inf")])
+    x = torch.cat([x, -x]).cuda()
+    value, slope = torch.empty_like(x), torch.empty_like(x)
+    _tanh_kernel[(2 * count // 1024,)](x, value, slope, BLOCK=1024)
+    exact = x.double()
+    t, s = torch.tanh(exact), 1 / torch.cosh(exact) ** 2
+    assert bool(((value - t).abs() <= 8.0 * 2**-24 * t.abs()).all())
+    normal = exact.abs() < 43
+    assert bool(((slope - s).abs() <= (20 + 2 * exact.abs()) * 2**-24 * s)[normal].all())
 
 
 @pytest.mark.parametrize("head_dim", [4, 20, 33, 64, 128, 256])

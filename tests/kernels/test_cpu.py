@@ -12,9 +12,9 @@ from ringflash.tests.support.visits import attend_in_visits, random_inputs
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
 
-def judge(q, k, v, dout, k_lo, k_hi, key_blocks, dlse=None):
-    ours = attend_in_visits(cpu, q, k, v, k_lo, k_hi, key_blocks, dout=dout, dlse=dlse)
-    mask = dict(allowed=interval_mask(k_lo, k_hi, k.shape[1]), dout=dout, dlse=dlse)
+def judge(q, k, v, dout, k_lo, k_hi, key_blocks, dlse=None, backend=cpu, **scores):
+    ours = attend_in_visits(backend, q, k, v, k_lo, k_hi, key_blocks, dout=dout, dlse=dlse, **scores)
+    mask = dict(allowed=interval_mask(k_lo, k_hi, k.shape[1]), dout=dout, dlse=dlse, **scores)
     assert_within_budget(ours, attention_oracle(q, k, v, **mask), eager_attention(q, k, v, **mask))
 
 
@@ -48,6 +48,28 @@ def test_random_intervals_in_one_to_four_visits(chunking, dtype, Hq, Hkv):
 def test_gradients_for_queries_fewer_as_many_and_more_than_keys(chunking, Sq, Sk, causal, D):
     inputs = random_inputs(Sq, Sk, 4, 2, D, torch.float32, seed=D)
     judge(*inputs, *ends_of(Sq, Sk, causal=causal), split_keys(Sk, 2, seed=1))
+
+
+@pytest.mark.parametrize("backend", [cpu, reference])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("softcap", [0.5, 20.0, 50.0])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_capped_scores_large_and_small_with_sinks_and_empty_rows(chunking, backend, dtype, softcap, sinks):
+    for seed, scale in enumerate((0.02, 1.0, 16.0)):
+        inputs = random_inputs(19, 23, 4, 2, 16, dtype, seed, B=1 + seed % 2)
+        dlse = torch.randn(1 + seed % 2, 4, 19, generator=torch.Generator().manual_seed(seed))
+        judge(*inputs, *random_intervals(19, 23, seed), split_keys(23, 1 + seed, seed), dlse, backend, softmax_scale=scale,
+              softcap=softcap, sinks=torch.tensor([-1.0, 0.0, 2.5, 60.0]) if sinks else None)
+
+
+@pytest.mark.parametrize("backend", [cpu, reference])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("D, Dv", [(16, 8), (16, 32), (16, 1), (1, 16), (24, 16)])
+@pytest.mark.parametrize("softcap", [0.0, 20.0])
+def test_values_have_a_head_dim_of_their_own(chunking, backend, dtype, D, Dv, softcap):
+    for seed in range(4):
+        inputs = random_inputs(29, 35, 8, 2, D, dtype, seed, Dv=Dv)
+        judge(*inputs, *random_intervals(29, 35, seed), split_keys(35, 1 + seed, seed), backend=backend, softcap=softcap)
 
 
 def test_windows_documents_and_the_gradient_of_lse(chunking):
@@ -100,18 +122,19 @@ def test_first_visit_reads_no_state_and_last_visit_writes_every_row():
 
 @pytest.mark.parametrize("backend", [cpu, reference])
 @pytest.mark.parametrize("empty", [False, True])
-def test_accumulate_adds_and_otherwise_every_row_is_written(backend, empty):
-    q, k, v, dout = random_inputs(12, 9, 4, 2, 8, torch.float32, seed=6)
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+def test_accumulate_adds_and_otherwise_every_row_is_written(backend, empty, softcap):
+    q, k, v, dout = random_inputs(12, 9, 4, 2, 8, torch.float32, seed=6, Dv=6)
     k_lo, k_hi = random_intervals(12, 9, seed=0)
     intervals = Intervals.from_rows(k_lo, k_lo if empty else k_hi, 9, "cpu")
-    lse, out = torch.empty(1, 4, 12), torch.empty_like(q)
-    backend.forward(q, k, v, intervals, softmax_scale=0.3, state=None, lse=lse, out=out, first=True)
+    lse, out = torch.empty(1, 4, 12), torch.empty_like(dout)
+    backend.forward(q, k, v, intervals, softmax_scale=0.3, softcap=softcap, state=None, lse=lse, out=out, first=True)
     delta = backend.delta(dout, out)
 
     def grads(fill, accumulate_dq, accumulate_dkv):
-        dq, dkv = torch.full((1, 12, 4, 8), fill[0]), torch.full((9, 1, 2, 16), fill[1])
-        dk, dv = dkv.transpose(0, 1).chunk(2, -1)
-        backend.backward(dout, q, k, v, lse, delta, intervals, softmax_scale=0.3, dq=dq, dk=dk, dv=dv,
+        dq, dkv = torch.full((1, 12, 4, 8), fill[0]), torch.full((9, 1, 2, 14), fill[1])
+        dk, dv = dkv.transpose(0, 1).split((8, 6), -1)
+        backend.backward(dout, q, k, v, lse, delta, intervals, softmax_scale=0.3, softcap=softcap, dq=dq, dk=dk, dv=dv,
                          accumulate_dq=accumulate_dq, accumulate_dkv=accumulate_dkv, deterministic=True)
         return dq, dk, dv
 
@@ -124,14 +147,15 @@ def test_accumulate_adds_and_otherwise_every_row_is_written(backend, empty):
 
 
 @pytest.mark.parametrize("backend", [cpu, reference])
-def test_rows_without_keys_contribute_nothing_whatever_their_delta_holds(backend):
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+def test_rows_without_keys_contribute_nothing_whatever_their_delta_holds(backend, softcap):
     q, k, v, dout = random_inputs(4, 4, 1, 1, 4, torch.float32, seed=8)
     intervals = Intervals.from_rows(*ends_of(4, 4), 4, "cpu")
     lse, delta = torch.zeros(1, 1, 4), torch.zeros(1, 1, 4)
     lse[..., 2], delta[..., 2] = -torch.inf, torch.nan
     dq, dk, dv = (torch.full((1, 4, 1, 4), torch.nan) for _ in range(3))
-    backend.backward(dout, q, k, v, lse, delta, intervals, softmax_scale=0.1, dq=dq, dk=dk, dv=dv, accumulate_dq=False,
-                     accumulate_dkv=False, deterministic=True)
+    backend.backward(dout, q, k, v, lse, delta, intervals, softmax_scale=0.1, softcap=softcap, dq=dq, dk=dk, dv=dv,
+                     accumulate_dq=False, accumulate_dkv=False, deterministic=True)
     assert all(bool(x.isfinite().all()) for x in (dq, dk, dv)) and bool((dq[:, 2] == 0).all()) and bool((dq[:, 3] != 0).any())
 
 

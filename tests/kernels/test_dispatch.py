@@ -82,6 +82,30 @@ def test_auto_logs_its_choice_once(caplog):
     assert [r.getMessage() for r in caplog.records] == ["kernel='auto' chose 'cpu' for float32, head_dim 48, on cpu"]
 
 
+def test_a_backend_is_asked_about_both_head_dims(monkeypatch, caplog):
+    asked = []
+    monkeypatch.setattr(dispatch._load("cpu"), "unavailable", lambda *args: asked.append(args[2:]) or "not today")
+    dispatch._logged.clear()
+    select = dict(device="cpu", dtype=torch.float32, head_dim=192)
+    with caplog.at_level(logging.INFO, logger="ringflash"):
+        assert dispatch.select("auto", **select, head_dim_v=128).name == "reference"
+        assert dispatch.select("auto", **select).name == "reference"
+    assert asked == [(192, False, 128), (192, False, 192)]
+    assert [r.getMessage().partition(" (")[0] for r in caplog.records] == [
+        "kernel='auto' chose 'reference' for float32, head_dim 192, head_dim_v 128, on cpu",
+        "kernel='auto' chose 'reference' for float32, head_dim 192, on cpu"]
+    with pytest.raises(RuntimeError, match="head_dim 192, head_dim_v 128, on cpu: not today"):
+        dispatch.select("cpu", **select, head_dim_v=128)
+
+
+def test_triton_takes_head_dims_of_q_and_v_up_to_256_each():
+    backend = pytest.importorskip("triton") and dispatch._load("triton")
+    ask = (torch.device("cpu"), torch.float16)
+    assert backend.unavailable(*ask, 192, False, 288) == "head_dim_v 288: supported are 1 to 256"
+    assert backend.unavailable(*ask, 0, False, 128) == "head_dim 0: supported are 1 to 256"
+    assert "head_dim" not in (backend.unavailable(*ask, 192, True, 128) or "")
+
+
 @pytest.mark.parametrize("kernel", ["cpu", "reference"])
 def test_backends_share_one_shape(kernel):
     backend = choose(kernel)

@@ -75,6 +75,22 @@ def test_logits_near_minus_60000_come_out_exactly_however_they_are_split(kernel,
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("split", [False, True])
+def test_a_state_that_starts_at_a_sink_ends_as_if_the_sink_were_a_key_without_value(kernel, split):
+    # Two keys of score 0 and a sink of log(2): weights 1/4, 1/4, 1/2; the second row sees no key.
+    backend = dispatch.select(kernel, device="cpu", dtype=torch.float32, head_dim=1)
+    zeros, v = torch.zeros(1, 2, 1, 1), torch.tensor([2.0, 6.0]).view(1, 2, 1, 1)
+    k_lo, k_hi = torch.tensor([0, 2], dtype=torch.int32), torch.tensor([2, 2], dtype=torch.int32)
+    blocks = [torch.tensor([0]), torch.tensor([1])] if split else [torch.arange(2)]
+    result = attend_in_visits(backend, zeros, zeros, v, k_lo, k_hi, blocks, sinks=torch.tensor([math.log(2.0)]),
+                              dout=torch.ones(1, 2, 1, 1))
+    assert result["out"].flatten().tolist() == pytest.approx([2.0, 0.0])
+    assert result["lse"].flatten().tolist() == pytest.approx([math.log(4.0), math.log(2.0)])
+    assert result["dv"].flatten().tolist() == pytest.approx([0.25, 0.25])
+    assert result["dsinks"].item() == pytest.approx(-0.5 * 2.0)  # -p * rowsum(dout * out)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("gap", [0.0, 80.0, 89.0, 150.0, 1e4])
 @pytest.mark.parametrize("larger_first", [True, False])
 def test_kernel_folds_blocks_whose_lse_lie_far_apart(kernel, gap, larger_first):

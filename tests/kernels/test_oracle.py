@@ -85,6 +85,79 @@ def test_gradient_of_lse_is_the_probability_times_the_other_side():
     assert torch.allclose(result.dk[0, :, 0], p.T @ q[0, :, 0], atol=1e-13) and bool((result.dv == 0).all())
 
 
+def test_a_cap_bounds_scores_and_damps_their_gradient_by_1_minus_tanh_squared():
+    # One row, scores 3 and -3 under a cap of 2, values 1 and 0.
+    q, k, v = torch.ones(1, 1, 1, 1), torch.tensor([3.0, -3.0]).view(1, 2, 1, 1), torch.tensor([1.0, 0.0]).view(1, 2, 1, 1)
+    options = dict(causal=False, softmax_scale=1.0, softcap=2.0, dout=torch.ones(1, 1, 1, 1))
+    score = 2 * math.tanh(1.5)
+    p = 1 / (1 + math.exp(-2 * score))
+    ds = p * (1 - p) * (1 - math.tanh(1.5) ** 2)
+    for attention, digits in ((attention_oracle, 1e-14), (eager_attention, 1e-5)):
+        result = attention(q, k, v, **options)
+        assert result.out.item() == pytest.approx(p, rel=digits)
+        assert result.lse.item() == pytest.approx(score + math.log1p(math.exp(-2 * score)), rel=digits)
+        assert result.dk.flatten().tolist() == pytest.approx([ds, -ds], rel=digits)
+        assert result.dq.item() == pytest.approx(6 * ds, rel=digits)
+    assert attention_oracle(q, k * 20, v, **options).dk[0, 0].item() == pytest.approx(p_of(2.0) * 4 * math.exp(-60), rel=1e-12)
+
+
+def p_of(cap: float) -> float:
+    """p * (1 - p) of two scores, cap and -cap."""
+    p = 1 / (1 + math.exp(-2 * cap))
+    return p * (1 - p)
+
+
+def test_a_sink_takes_its_share_of_every_row_and_is_the_lse_of_rows_without_keys():
+    # As `counting`: n keys of score 0 and a sink of log 2, worth two keys of value 0.
+    zeros, v = torch.zeros(1, 3, 1, 1), torch.arange(1.0, 4.0).view(1, 3, 1, 1)
+    sinks, dlse = torch.tensor([math.log(2.0)], dtype=torch.float64), torch.tensor([0.0, 0.0, 5.0]).view(1, 1, 3)
+    result = attention_oracle(zeros, zeros, v, cu_seqlens=[0, 2], sinks=sinks, dout=torch.ones(1, 3, 1, 1), dlse=dlse)
+    assert result.out.flatten().tolist() == pytest.approx([1 / 3, 3 / 4, 0])
+    assert result.lse.flatten().exp().tolist() == pytest.approx([3, 4, 2])
+    assert result.row_is_empty.tolist() == [False, False, True] and result.key_is_read.tolist() == [True, True, False]
+    assert result.dv.flatten().tolist() == pytest.approx([1 / 3 + 1 / 4, 1 / 4, 0])
+    # -p * delta of the two rows, and all of what arrives at the lse of the third
+    assert result.dsinks.tolist() == pytest.approx([-2 / 3 * 1 / 3 - 2 / 4 * 3 / 4 + 5])
+
+
+def test_gradients_of_sinks_and_capped_scores_agree_with_finite_differences():
+    q, k, v, dout = random_inputs(4, 5, 2, 1, 2, torch.float64, seed=3, Dv=3)
+    sinks, step = torch.tensor([0.4, -1.2], dtype=torch.float64), 1e-6
+    options = dict(softcap=0.8, softmax_scale=1.0, sinks=sinks, window_size=(1, 0))
+    dlse = torch.randn(1, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    result = attention_oracle(q, k, v, dout=dout, dlse=dlse, **options)
+
+    def objective() -> float:
+        made = attention_oracle(q, k, v, **options)
+        return float((made.out * dout).sum() + (made.lse * dlse).sum())
+
+    for x, grad in ((q, result.dq), (k, result.dk), (v, result.dv), (sinks, result.dsinks)):
+        flat = x.view(-1)
+        for index in range(x.numel()):
+            flat[index] += step
+            above = objective()
+            flat[index] -= 2 * step
+            below = objective()
+            flat[index] += step
+            assert (above - below) / (2 * step) == pytest.approx(grad.reshape(-1)[index].item(), abs=1e-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_budget_catches_a_gradient_without_the_caps_slope_and_a_forgotten_sink(dtype):
+    q, k, v, dout = random_inputs(24, 24, 4, 2, 16, dtype, seed=3, Dv=8)
+    sinks = torch.tensor([0.0, 1.0, 2.0, -1.0])
+    right = dict(softcap=3.0, softmax_scale=1.0, sinks=sinks, dout=dout)
+    oracle, eager = attention_oracle(q, k, v, **right), eager_attention(q, k, v, **right)
+    names = (*NAMES, "dsinks")
+    assert all(verdict.ok for verdict in budgets({name: getattr(eager, name) for name in names}, oracle, eager))
+    for wrong in (dict(softcap=0.0), dict(softcap=3.1), dict(sinks=None)):
+        made = attention_oracle(q, k, v, **{**right, **wrong})
+        assert not any(verdict.ok for verdict in budgets({name: getattr(made, name) for name in NAMES}, oracle, eager)), wrong
+    slopeless = oracle.dq / (1 - torch.tanh(torch.tensor(0.5)) ** 2)
+    assert not budget("dq", slopeless, oracle, eager).ok
+    assert not budget("dsinks", oracle.dsinks * 1.03, oracle, eager).ok and budget("dsinks", oracle.dsinks, oracle, eager).ok
+
+
 def test_nan_in_what_the_mask_leaves_out_reaches_nothing():
     q, k, v, dout = random_inputs(6, 6, 2, 1, 4, torch.float32, seed=1)
     clean = attention_oracle(q, k, v, cu_seqlens=[0, 2, 4], dout=dout)
@@ -106,6 +179,11 @@ def test_chunks_and_sampled_rows_give_the_rows_of_the_whole(monkeypatch):
         assert torch.allclose(getattr(part, name), getattr(whole, name)[:, index], atol=1e-13)
     assert torch.allclose(part.lse, whole.lse[:, :, rows], atol=1e-13)
     assert attention_oracle(q, k, v, dout=dout, rows=rows).dk is None
+    sunk = dict(sinks=torch.tensor([0.5, -0.5]), dout=dout)
+    part, whole = (attention_oracle(q, k, v, **sunk, **some) for some in (dict(rows=rows, key_rows=key_rows), {}))
+    assert torch.allclose(part.dsinks, whole.dsinks, atol=1e-13)
+    assert part.magnitude["dsinks"] == pytest.approx(whole.magnitude["dsinks"])
+    assert attention_oracle(q, k, v, **sunk, rows=rows).dsinks is None
 
 
 def test_sampled_rows_include_both_ends():

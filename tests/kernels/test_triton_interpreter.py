@@ -27,9 +27,12 @@ if not INTERPRETED:
 
 else:
     import torch
+    import triton
+    import triton.language as tl
 
     from ringflash.kernels import dispatch, triton_backend, triton_tiles
     from ringflash.kernels.intervals import Intervals
+    from ringflash.kernels.triton_support import tanh_and_slope
     from ringflash.tests.support.triton_cases import BOUNDS, Case, check, errors, run
 
     HALF, BF16, FULL = torch.float16, torch.bfloat16, torch.float32
@@ -91,6 +94,53 @@ else:
     def test_scales_that_are_not_positive_are_exact_too(scale):
         check(triton_backend, Case(20, 20, scale=scale, visits=2), "cpu")
 
+    @pytest.mark.parametrize("deterministic", [False, True])
+    @pytest.mark.parametrize("case", [
+        Case(33, 40, softcap=0.5, scale=4.0, dtype=FULL, visits=2),
+        Case(33, 40, softcap=20.0, scale=8.0, dtype=FULL, bounds="gaps", visits=2),
+        Case(33, 40, softcap=50.0, scale=8.0, dtype=HALF, bounds="window"),
+        Case(33, 40, softcap=50.0, scale=0.02, dtype=FULL, heads=4, kv_heads=2, accumulate=True),
+        Case(33, 40, softcap=20.0, scale=1.0, dtype=BF16, bounds="documents", sinks=True, visits=3),
+        Case(20, 20, softcap=3.0, scale=-1.0, dtype=HALF, strided=True),
+        Case(20, 20, softcap=3.0, scale=0.0, dtype=HALF, visits=2),
+    ], ids=str)
+    def test_capped_scores_large_and_small_keep_their_budget(case, deterministic):
+        check(triton_backend, replace(case, deterministic=deterministic), "cpu")
+
+    @pytest.mark.parametrize("head_dim, head_dim_v", [(32, 16), (16, 32), (32, 1), (1, 16), (24, 40)])
+    def test_values_have_a_head_dim_of_their_own(head_dim, head_dim_v, monkeypatch):
+        case = Case(18, 21, head_dim=head_dim, head_dim_v=head_dim_v, bounds="gaps", visits=2)
+        check(triton_backend, replace(case, dtype=FULL, deterministic=True, accumulate=True), "cpu")
+        check(triton_backend, replace(case, strided=True, heads=4, kv_heads=2, softcap=20.0, sinks=True), "cpu")
+        pointers, _ = run(triton_backend, case, torch.device("cpu"))
+        for kind, tile in triton_tiles.INTERPRETER_TILES.items():
+            monkeypatch.setitem(triton_tiles.INTERPRETER_TILES, kind, replace(tile, tma=True))
+        described, _ = run(triton_backend, case, torch.device("cpu"))
+        for name, want in pointers.items():
+            assert torch.equal(described[name], want), name
+
+    @triton.jit
+    def _tanh_kernel(x, value, slope, BLOCK: tl.constexpr):
+        rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        t, s = tanh_and_slope(tl.load(x + rows))
+        tl.store(value + rows, t)
+        tl.store(slope + rows, s)
+
+    def test_tanh_and_its_slope_are_accurate_relative_to_themselves_and_never_overflow():
+        # 2^20 floats of all sizes from the smallest normal one to 88, either sign (Note [Softcap])
+        count = 1 << 19
+        x = torch.linspace(0x00800000, 0x42B00000, count, dtype=torch.float64).to(torch.int32).view(torch.float32)
+        x[-4:] = torch.tensor([0.0, 0.6, 1e38, float("inf")])
+        x = torch.cat([x, -x])
+        value, slope = torch.empty_like(x), torch.empty_like(x)
+        _tanh_kernel[(16,)](x, value, slope, BLOCK=count // 8)
+        exact = x.double()
+        t, s = torch.tanh(exact), 1 / torch.cosh(exact) ** 2
+        assert bool(((value - t).abs() <= 3.0 * 2**-24 * t.abs()).all())
+        normal = exact.abs() < 43  # beyond, the slope is below the smallest normal number
+        assert bool(((slope - s).abs() <= (6 + 2 * exact.abs()) * 2**-24 * s)[normal].all())
+        assert bool((slope[~normal] >= 0).all()) and float(slope[~normal].max()) < 1e-36
+
     def _visit(q, k, v, **given):
         rows, keys = q.shape[1], k.shape[1]
         bounds = torch.zeros(rows, dtype=torch.int32), torch.full((rows,), keys, dtype=torch.int32)
@@ -146,3 +196,6 @@ else:
             dispatch.select("triton", device="cpu", dtype=HALF, head_dim=288)
         for deterministic in (False, True):
             triton_backend.warmup(HALF, 16, "cpu", num_heads=2, num_kv_heads=1, deterministic=deterministic)
+        triton_backend.warmup(HALF, 32, "cpu", num_heads=2, num_kv_heads=1, head_dim_v=16, softcap=20.0)
+        with pytest.raises(ValueError, match="softcap=-1"):
+            triton_backend.warmup(HALF, 16, "cpu", softcap=-1.0)
