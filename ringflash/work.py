@@ -58,7 +58,8 @@ class Runs:
 @dataclass(frozen=True)
 class Cost:
     """busiest: allowed pairs of the busiest rank over those of the mean rank. waiting: the same when, hop by hop of a rotation,
-    all wait for the busiest. reads: rows that ranks read of each other, over those of a full rotation. No pairs: 1, 1, 0."""
+    all wait for the busiest. reads: rows that ranks read of each other, over those of a full rotation; counted from the first to
+    the last key of each run and part, so too many where a second part has gaps. No pairs: 1, 1, 0."""
 
     busiest: float
     waiting: float
