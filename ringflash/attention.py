@@ -34,13 +34,17 @@ def ring_attention(
         Sq != Sk the last query sits at the last key.
     group: ProcessGroup or 1-D DeviceMesh of the ring; None is one rank.
     softmax_scale: None is D ** -0.5.
-    softcap: c > 0 makes the scores c * tanh(score / c), before the mask; 0.0 is none.
+    softcap: c > 0 makes the scores c * tanh(score / c), before the mask; 0.0 is none. In a compiled function each new value of it,
+        as of softmax_scale, is a new graph.
     sinks: [Hq], one logit per query head that takes its share of every row's softmax and gives nothing to out; any of the dtypes
         above, replicated over the ring, differentiable: each rank's gradient is its own rows' share, to be summed over the
         ring as that of any replicated weight. -inf is no sink in that head. Values are not looked at (a host sync): NaN or +inf
         spoil their head.
     kernel: "auto", "triton", "cpu", "reference"; exchange: "auto", "nccl", "gloo".
     deterministic: gradients bitwise equal from run to run (out and lse always are).
+    rotate: what goes round the ring in the backward: "kv", K, V and their gradients; "q", q, dout, lse, delta and dq, while dk and dv
+        stay at home; "auto", whichever sends fewer bytes (Note [What rotates in the backward] in DESIGN.md). Both are exact; they
+        add in different orders, so gradients may differ by rounding. The forward always sends K and V.
 
     Returns out [B, S_local, Hq, Dv] in q's dtype, and with return_lse also lse [B, Hq, S_local], fp32 (fp64 for fp64), natural
     log; both differentiable. A row that sees no key has out 0, lse -inf and gradient 0, whatever its memory holds; with sinks its
@@ -50,7 +54,7 @@ def ring_attention(
     Unless every layout is a Layout made with a group (it carries a token), each call with cp_size > 1 first compares its
     arguments over the ring, in one small collective; the first call on a group always does.
 
-    Raises ValueError for arguments that cannot be, NotImplementedError for those not built yet (rotate, 2-D meshes,
+    Raises ValueError for arguments that cannot be, NotImplementedError for those not built yet (2-D meshes,
     exchange="copy"), RuntimeError for what this machine or network lacks, or when a peer fails (naming pass, step, hop and peer).
     With an exchange of arguments, all ranks raise the same error.
     """
@@ -78,7 +82,7 @@ def ring_attention(
         layout_k=layout_k.spec if isinstance(layout_k, Layout) else None,
         layout_k_kind=layout_k if isinstance(layout_k, str) else "",
         softmax_scale=scale, softcap=cap, group_name="" if ring is None else ring.group_name, kernel=kernel, exchange=exchange,
-        deterministic=deterministic, is_agreed=is_agreed,
+        rotate=rotate, deterministic=deterministic, is_agreed=is_agreed,
         # A rank that runs no backward leaves the others waiting in theirs. Asked here: inside an op there is no grad mode.
         needs_gradients=torch.is_grad_enabled() and any(
             x is not None and x.requires_grad for x in (q, k, v, sinks)))

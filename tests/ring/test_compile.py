@@ -32,14 +32,19 @@ def _by_value():
     return dict(layout=layout.spec, layout_kind="", mask=masks[1].spec, masks=[mask.spec for mask in masks], deterministic=True)
 
 
-@pytest.mark.parametrize("changed", ({}, {"causal": 0, "left": 3, "right": 2}, _by_value()), ids=("name", "sugar", "value"))
-def test_opcheck_passes_for_both_directions(changed):
-    inputs = make_inputs(12)
+@pytest.mark.parametrize("changed, made", (
+    ({}, {}), ({"causal": 0, "left": 3, "right": 2}, {}), (_by_value(), {}),
+    ({"softcap": 2.0}, {"sinks": torch.float32, "head_dim_v": 12}), (_by_value(), {"sinks": torch.bfloat16, "head_dim_v": 4})),
+    ids=("name", "sugar", "value", "sinks", "value and sinks"))
+def test_opcheck_passes_for_both_directions(changed, made):
+    inputs = make_inputs(12, **made)
     arguments = _arguments(**changed)
-    torch.library.opcheck(attention_forward, (*inputs.fresh(), None, *arguments))
-    out, lse = attention_forward(inputs.q, inputs.k, inputs.v, None, *arguments)
+    leaf = None if inputs.sinks is None else inputs.sinks.clone().requires_grad_()
+    torch.library.opcheck(attention_forward, (*inputs.fresh(), leaf, *arguments))
+    tensors = (inputs.q, inputs.k, inputs.v, inputs.sinks)
+    out, lse = attention_forward(*tensors, *arguments)
     for dlse in (None, inputs.dlse):
-        torch.library.opcheck(attention_backward, (inputs.dout, dlse, inputs.q, inputs.k, inputs.v, None, out, lse, *arguments))
+        torch.library.opcheck(attention_backward, (inputs.dout, dlse, *tensors, out, lse, *arguments))
 
 
 @pytest.mark.parametrize("options", (
@@ -52,6 +57,32 @@ def test_one_graph_equals_eager_forward_and_backward(options):
     compiled = torch.compile(lambda q, k, v, **more: ring_attention(q, k, v, **options, **more), backend="aot_eager",
                              fullgraph=True)
     assert not differing(run(compiled, inputs), run(ring_attention, inputs, **options))
+
+
+@pytest.mark.parametrize("options", ({}, {"layout": Layout("striped", 12, 1, Mask(cu_seqlens=[0, 4, 10]))}))
+def test_sinks_are_a_differentiable_argument_of_one_graph(options):
+    inputs = make_inputs(12, sinks=torch.float32, head_dim_v=4)
+
+    def attend(q, k, v, sinks, **more):
+        return ring_attention(q, k, v, sinks=sinks * 2, softcap=1.5, **options, **more)
+
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    assert not differing(run(compiled, inputs), run(attend, inputs))
+
+
+def test_new_values_of_softcap_are_compiled_anew_and_right_and_a_wrong_one_is_refused_in_the_graph():
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(ring_attention, backend=counter, fullgraph=True)
+    inputs = make_inputs(12, sinks=torch.float32)
+    for softcap in (1.0, 30.0, 0.0, 15.5):
+        assert not differing(run(compiled, inputs, softcap=softcap), run(ring_attention, inputs, softcap=softcap))
+    count = counter.frame_count
+    for softcap in (15.5, 30.0, 1.0):                       # one graph a value, as for softmax_scale: none for those seen before
+        run(compiled, inputs, softcap=softcap)
+    assert counter.frame_count == count
+    with pytest.raises(ValueError, match="softcap=-2.0: must be a finite number >= 0"):
+        compiled(inputs.q, inputs.k, inputs.v, softcap=-2.0)
+    assert not differing(run(compiled, inputs, softcap=2.0), run(ring_attention, inputs, softcap=2.0))
 
 
 def test_20_batches_of_different_documents_compile_at_most_twice():

@@ -26,7 +26,7 @@ def _kernels():
 
 def _local(inputs, layout, rank):
     parts = [shard(x, layout, rank=rank) for x in (inputs.q, inputs.k, inputs.v, inputs.dout)]
-    return Inputs(*parts, shard(inputs.dlse, layout, rank=rank, dim=2))
+    return Inputs(*parts, shard(inputs.dlse, layout, rank=rank, dim=2), inputs.sinks)
 
 
 def _own(results, layout, rank):
@@ -74,6 +74,24 @@ def _lengths_differ(rank, world_size):
         for name, x in whole.items():
             own = shard(x, layout_k if name in ("dk", "dv") else layout, rank=rank, dim=2 if name == "lse" else 1)
             assert torch.equal(ours[name], own), name
+
+
+def _sinks_softcap_and_wide_values_equal_loopback(rank, world_size):
+    """The gradient of the replicated sinks: each rank has its rows' share, and their sum is the whole."""
+    for number, (name, mask) in enumerate(masks(29).items()):
+        seq_len = (29, 3)[number % 2]
+        layout = Layout(LAYOUTS[number % 3], seq_len, world_size, Mask(**masks(seq_len)[name]), group=dist.group.WORLD)
+        inputs = make_inputs(seq_len, dtype=torch.bfloat16, head_dim_v=(4, 12)[number % 2], sinks=torch.float32).to(_device())
+        options = dict(kernel=_kernels()[number % 2], softcap=(0.0, 1.5)[number % 2])
+        whole = run(simulate, inputs, cp_size=world_size, layout=layout.kind, **masks(seq_len)[name], **options)
+        ours = run(ring_attention, _local(inputs, layout, rank), layout=layout, group=dist.group.WORLD, **options)
+        share, expected = ours.pop("dsinks"), whole.pop("dsinks")
+        assert not differing(ours, _own(whole, layout, rank)), name
+        dist.all_reduce(share)
+        torch.testing.assert_close(share, expected, rtol=1e-5, atol=1e-6)
+    layout = Layout("zigzag", 4 * world_size, world_size)
+    inputs = _local(make_inputs(4 * world_size, sinks=torch.bfloat16).to(_device()), layout, rank)
+    assert run(ring_attention, inputs, group=dist.group.WORLD, kernel="reference")["dsinks"].dtype == torch.bfloat16
 
 
 def _bytes_are_the_plans(rank, world_size):
@@ -246,12 +264,13 @@ def _disagreements_raise_the_same_error_everywhere(rank, world_size):
     assert "must start at 0" in texts["batch refused"]
 
 
-_CASES = (_equals_loopback, _lengths_differ, _bytes_are_the_plans, _rings_side_by_side, _checkpointing_is_bitwise,
-          _compiled_equals_eager, _unshard_inverts_shard, _batches_agree, _disagreements_raise_the_same_error_everywhere)
+_CASES = (_equals_loopback, _lengths_differ, _sinks_softcap_and_wide_values_equal_loopback, _bytes_are_the_plans,
+          _rings_side_by_side, _checkpointing_is_bitwise, _compiled_equals_eager, _unshard_inverts_shard, _batches_agree,
+          _disagreements_raise_the_same_error_everywhere)
 
 
-_NCCL_CASES = (_equals_loopback, _lengths_differ, _bytes_are_the_plans, _rings_side_by_side, _checkpointing_is_bitwise,
-               _unshard_inverts_shard)
+_NCCL_CASES = (_equals_loopback, _lengths_differ, _sinks_softcap_and_wide_values_equal_loopback, _bytes_are_the_plans,
+               _rings_side_by_side, _checkpointing_is_bitwise, _unshard_inverts_shard)
 
 
 def _all_cases(rank, world_size):
