@@ -41,6 +41,15 @@ else:
         ours = run(simulate, inputs, cp_size=3, layout=LAYOUTS[index % 3], kernel="triton", deterministic=index % 2 == 1, **mask)
         assert not judge(ours, inputs, **mask)
 
+    @pytest.mark.parametrize("head_dim, head_dim_v, softcap, deterministic", [(16, 24, 1.5, False), (24, 16, 0.0, True)])
+    def test_softcap_sinks_and_values_of_another_head_dim_are_within_budget(head_dim, head_dim_v, softcap, deterministic):
+        for cp_size, dtype in ((1, torch.float16), (3, torch.float32)):
+            inputs = make_inputs(13, heads=4, kv_heads=2, head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype,
+                                 sinks=torch.float32)
+            options = dict(softcap=softcap, cu_seqlens=[0, 4, 4, 11])
+            ours = run(simulate, inputs, cp_size=cp_size, kernel="triton", deterministic=deterministic, **options)
+            assert not judge(ours, inputs, **options)
+
     @pytest.mark.parametrize("cp_size", [1, 3])
     def test_rows_without_keys_have_known_answers(cp_size):
         for seq_len, seq_len_k, want, want_lse in (
@@ -161,17 +170,21 @@ else:
             watch(module, name)
         return seen
 
-    @pytest.mark.parametrize("batch, heads, kv_heads, head_dim, deterministic", [(2, 2, 1, 16, False), (1, 1, 1, 24, True)])
-    def test_a_warm_up_compiles_every_variant_that_a_run_launches(monkeypatch, batch, heads, kv_heads, head_dim, deterministic):
+    @pytest.mark.parametrize("batch, heads, kv_heads, head_dim, head_dim_v, softcap, deterministic", [
+        (2, 2, 1, 16, 16, 0.0, False), (1, 1, 1, 24, 24, 0.0, True), (1, 2, 1, 16, 32, 2.0, True)])
+    def test_a_warm_up_compiles_every_variant_that_a_run_launches(
+            monkeypatch, batch, heads, kv_heads, head_dim, head_dim_v, softcap, deterministic):
         seen = _variants(monkeypatch)
         triton_backend.warmup(torch.bfloat16, head_dim, "cpu", batch=batch, num_heads=heads, num_kv_heads=kv_heads,
-                              deterministic=deterministic)
+                              deterministic=deterministic, head_dim_v=head_dim_v, softcap=softcap)
         compiled = set(seen)
         seen.clear()
         for layout, cp_size, mask in (("zigzag", 1, {}), ("zigzag", 3, {"window_size": (3, 0)}),
                                       ("contiguous", 2, {"causal": False})):
+            # Sinks begin with a state: a single rank then launches what else only a ring does.
             inputs = make_inputs(16 if cp_size == 2 else 13, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-                                 dtype=torch.bfloat16)
-            run(simulate, inputs, cp_size=cp_size, layout=layout, kernel="triton", deterministic=deterministic, **mask)
+                                 head_dim_v=head_dim_v, dtype=torch.bfloat16, sinks=torch.float32 if softcap else None)
+            run(simulate, inputs, cp_size=cp_size, layout=layout, kernel="triton", deterministic=deterministic, softcap=softcap,
+                **mask)
         # What depends on S, which a warm-up cannot know: the batch stride where heads * head_dim is no multiple of 16.
         assert len(compiled) >= 6 and seen <= compiled, seen - compiled
