@@ -89,11 +89,16 @@ class ShardTable:
     def rows_of_owners(self, reads: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """reads: int64 [m, 2], sorted disjoint position ranges. Returns owner, start, stop: int64 [n] each, ranges of local rows
         of each owner's block, sorted by owner and row; ranges of one owner neither overlap nor touch."""
-        start, stride, count, base = (x[:, None] for x in (self.start, self.stride, self.count, self.base))
-        low = np.clip(_steps_to(reads[None, :, 0], start, stride), 0, count) + base
-        high = np.clip(_steps_to(reads[None, :, 1], start, stride), 0, count) + base
-        run, read = np.nonzero(low < high)
-        owner, low, high = self.owner[run], low[run, read], high[run, read]
+        # The reads that meet a run are neighbours: all pairs of run and read, flat, so that the cost is what meets, not m * runs.
+        first_read = np.searchsorted(reads[:, 1], self.start, side="right")
+        meets = np.searchsorted(reads[:, 0], self.start + (self.count - 1) * self.stride, side="right") - first_read
+        run = np.repeat(np.arange(meets.shape[0]), meets)
+        read = np.arange(run.shape[0]) + np.repeat(first_read - (np.cumsum(meets) - meets), meets)
+        start, stride, count, base = self.start[run], self.stride[run], self.count[run], self.base[run]
+        low = np.clip(_steps_to(reads[read, 0], start, stride), 0, count) + base
+        high = np.clip(_steps_to(reads[read, 1], start, stride), 0, count) + base
+        is_read = low < high  # a stride may step over a read
+        owner, low, high = self.owner[run[is_read]], low[is_read], high[is_read]
         if owner.shape[0] < 2:
             return owner, low, high
         parted = np.flatnonzero((owner[1:] != owner[:-1]) | (low[1:] != high[:-1]))
