@@ -54,8 +54,8 @@ class PlanCase:
 
 
 def cases(kind: str, cp_size: int, seed: int = 0, lengths: int = 3) -> Iterator[PlanCase]:
-    """All masks over a few random lengths of one layout and ring, short ones (empty shards) too, masks with more options over one
-    length each, then masks with other keys; each with one of the routings, at random."""
+    """All masks over a few random lengths of one layout and ring, short ones (empty shards) too, some of the masks with more
+    options, and some with other keys; each with one of the routings, at random."""
     draw = random.Random(f"{kind} {cp_size} {seed}")
 
     def route() -> str:
@@ -65,10 +65,10 @@ def cases(kind: str, cp_size: int, seed: int = 0, lengths: int = 3) -> Iterator[
         for seq_len in (draw.randint(1, 2 * cp_size), *(draw.randint(3, 60) for _ in range(lengths - 1))):
             layout = Layout(kind, seq_len, cp_size)
             yield PlanCase(mask_options(name, seq_len, draw), layout, layout, route())
-    for name in OPTION_MASKS:
+    for name in draw.sample(OPTION_MASKS, 7):
         layout = Layout(kind, draw.choice((draw.randint(1, 2 * cp_size), draw.randint(3, 60))), cp_size)
         yield PlanCase(mask_options(name, layout.seq_len, draw), layout, layout, route())
-    for name in CROSS_MASKS + CROSS_DOCUMENTS:
+    for name in draw.sample(CROSS_MASKS + CROSS_DOCUMENTS, 9):
         seq_len, seq_len_k = draw.randint(1, 40), draw.randint(1, 40)
         if name in CROSS_MASKS:
             options = mask_options(name, min(seq_len, seq_len_k), draw)
