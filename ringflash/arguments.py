@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ringflash.layout import KINDS, Layout, check_kind
 from ringflash.mask import Mask
+from ringflash.ring.rotate import ROTATES
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -19,11 +20,9 @@ _SOFTCAP_RANGE = (1e-30, 1e30)
 
 
 def check_rotate(rotate: Any) -> None:
-    """NotImplementedError, by name, for what exists in the signature only."""
-    if rotate != "auto":
-        if rotate in ("kv", "q"):
-            raise NotImplementedError(f"rotate={rotate!r}: the plan chooses what travels; only 'auto' is built yet")
-        raise ValueError(f"rotate={rotate!r}: unknown; valid: auto")
+    """ValueError for an unknown name."""
+    if rotate not in ROTATES:
+        raise ValueError(f"rotate={rotate!r}: unknown; valid: {', '.join(ROTATES)}")
 
 
 def read_softcap(softcap: Any) -> float:

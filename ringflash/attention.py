@@ -34,8 +34,8 @@ def ring_attention(
         Sq != Sk the last query sits at the last key.
     group: ProcessGroup or 1-D DeviceMesh of the ring; None is one rank.
     softmax_scale: None is D ** -0.5.
-    softcap: c > 0 makes the scores c * tanh(score / c), before the mask; 0.0 is none. In a compiled function each new value of it,
-        as of softmax_scale, is a new graph.
+    softcap: c > 0 makes the scores c * tanh(score / c), before the mask; 0.0 is none. In a compiled function each new value of
+        it, as of softmax_scale, is a new graph.
     sinks: [Hq], one logit per query head that takes its share of every row's softmax and gives nothing to out; any of the dtypes
         above, replicated over the ring, differentiable: each rank's gradient is its own rows' share, to be summed over the
         ring as that of any replicated weight. -inf is no sink in that head. Values are not looked at (a host sync): NaN or +inf

@@ -24,6 +24,7 @@ from ringflash.ring import loop
 from ringflash.ring.carriers import make_carrier
 from ringflash.ring.exchange import check_carrier, check_exchange
 from ringflash.ring.plan import Plan, build_plan
+from ringflash.ring.rotate import Heads, choose
 
 # mask, layout, layout_k: specs, or None. causal, left, right: a mask in place of a spec (causal -1: none, 0, 1). (An int[] would
 # be taken for a list of tensors by torch's autograd wrapper when it is empty.) masks: specs of the masks that the layout allows.
@@ -31,7 +32,7 @@ from ringflash.ring.plan import Plan, build_plan
 _RING_ARGUMENTS = (
     "Tensor? mask, int causal, int left, int right, Tensor? layout, str layout_kind, Tensor[] masks, Tensor? layout_k, "
     "str layout_k_kind, "
-    "float softmax_scale, float softcap, str group_name, str kernel, str exchange, bool deterministic, bool is_agreed, "
+    "float softmax_scale, float softcap, str group_name, str kernel, str exchange, str rotate, bool deterministic, bool is_agreed, "
     "bool needs_gradients")
 
 
@@ -53,6 +54,7 @@ class RingArguments:
     group_name: str
     kernel: str
     exchange: str
+    rotate: str
     deterministic: bool
     is_agreed: bool
     needs_gradients: bool
@@ -129,7 +131,7 @@ def _fields(call: Call, a: RingArguments, ring: _Ring) -> dict[str, object]:
         "sinks": "none" if sinks is None else f"{tuple(sinks.shape)} {sinks.dtype}",
         "mask": mask_field(ring.mask), **layout_fields(ring.layout),
         "layout_k": rows_field(ring.layout_k), "softmax_scale": a.softmax_scale, "softcap": a.softcap,
-        "kernel": ring.backend.name, "exchange": a.exchange, "deterministic": a.deterministic,
+        "kernel": ring.backend.name, "exchange": a.exchange, "rotate": a.rotate, "deterministic": a.deterministic,
         "needs gradients": a.needs_gradients,
     }
 
@@ -160,7 +162,7 @@ def attention_forward(q, k, v, sinks, *arguments):
     elif problem is not None:
         raise problem
     out, lse = empty_outputs(q, v)
-    loop.drive(loop.forward(ring.plan, rank, q, k, v, ring.backend, _carrier(a, group, ring.plan, "forward", k, v),
+    loop.drive(loop.forward(ring.plan, rank, q, k, v, ring.backend, _carrier(a, group, (ring.plan, "forward"), q, k, v),
                             softmax_scale=a.softmax_scale, softcap=a.softcap, sinks=sinks, out=out, lse=lse))
     return out, lse
 
@@ -176,8 +178,9 @@ def attention_backward(dout, dlse, q, k, v, sinks, out, lse, *arguments):
     group, rank, size = group_by_name(a.group_name)
     ring = _resolve(Call(q, k, v, sinks, size), a, group, rank)
     gradients: list[Tensor] = []
+    plan = choose(ring.plan, heads_of(q, k, v), a.rotate).plan
     loop.drive(loop.backward(
-        ring.plan, rank, dout, dlse, q, k, v, out, lse, ring.backend, _carrier(a, group, ring.plan, "backward", k, v),
+        plan, rank, dout, dlse, q, k, v, out, lse, ring.backend, _carrier(a, group, (plan, "backward"), q, k, v),
         softmax_scale=a.softmax_scale, softcap=a.softcap, sinks=sinks, deterministic=a.deterministic, gradients=gradients))
     dq, dk, dv, *dsinks = gradients
     # An op cannot return an optional tensor.
@@ -188,6 +191,12 @@ def empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out [B, S, Hq, Dv] in q's dtype, contiguous, lse [B, Hq, S] in the accumulator dtype; contents undefined."""
     batch, rows, heads, _ = q.shape
     return q.new_empty((batch, rows, heads, v.shape[3])), q.new_empty((batch, heads, rows), dtype=accumulate_dtype(q.dtype))
+
+
+def heads_of(q: Tensor, k: Tensor, v: Tensor) -> Heads:
+    """q [B, Sq, Hq, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv], of any number of rows: what these weigh on the wire."""
+    return Heads(batch=q.shape[0], num_heads=q.shape[2], num_kv_heads=k.shape[2], head_dim=q.shape[3], head_dim_v=v.shape[3],
+                 itemsize=q.dtype.itemsize, grad_itemsize=accumulate_dtype(q.dtype).itemsize)
 
 
 def _empty_sinks(q: Tensor, sinks: Tensor | None) -> Tensor:
@@ -201,8 +210,12 @@ class _NoExchange:
         return None
 
 
-def _carrier(a: RingArguments, group: dist.ProcessGroup | None, plan: Plan, pass_: str, k: Tensor, v: Tensor) -> Any:
-    return _NoExchange() if plan.cp_size == 1 else make_carrier(a.exchange, group, plan, pass_, k, v)
+def _carrier(a: RingArguments, group: dist.ProcessGroup | None, planned: tuple[Plan, str], q: Tensor, k: Tensor, v: Tensor) -> Any:
+    """planned: plan and pass."""
+    plan, pass_ = planned
+    if plan.cp_size == 1:
+        return _NoExchange()
+    return make_carrier(a.exchange, group, plan, pass_, heads_of(q, k, v).row_bytes, k.device)
 
 
 @attention_forward.register_fake

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +15,12 @@ from ringflash.arguments import (
 from ringflash.kernels.dispatch import Backend, select
 from ringflash.layout import Layout
 from ringflash.mask import Mask
-from ringflash.ops import empty_outputs
+from ringflash.ops import empty_outputs, heads_of
 from ringflash.ring import loop
 from ringflash.ring.exchange import check_exchange
 from ringflash.ring.loopback import Loopback, drive_all
 from ringflash.ring.plan import Plan, build_plan
+from ringflash.ring.rotate import choose
 
 
 @torch.compiler.disable  # generators and numpy plans: a compiled caller breaks its graph here, as tracing would fail inside
@@ -58,14 +60,17 @@ def simulate(
     chosen = call.choose_mask(given, None if isinstance(layout, str) else full)
     backend = select(kernel, device=q.device, dtype=q.dtype, head_dim=q.shape[3], deterministic=deterministic,
                      head_dim_v=v.shape[3])
-    ring = SimulatedRing(build_plan(chosen, full, keys), full, keys, backend, scale, deterministic, order, softcap=cap)
+    plan = build_plan(chosen, full, keys)
+    ring = SimulatedRing(plan, full, keys, backend, scale, deterministic, order, softcap=cap,
+                         rotation=lambda: choose(plan, heads_of(q, k, v), rotate).plan)
     out, lse = _Simulate.apply(q, k, v, sinks, ring)
     return (out, lse) if return_lse else out
 
 
 @dataclass
 class SimulatedRing:
-    """One call of simulate(). loopback: what carries the messages of a pass (tests put a defective one here)."""
+    """One call of simulate(). loopback: what carries the messages of a pass (tests put a defective one here). rotation: the plan of
+    a backward, asked for when there is one (None: `plan`)."""
 
     plan: Plan
     layout: Layout
@@ -76,6 +81,7 @@ class SimulatedRing:
     order: random.Random | None = None
     loopback: type[Loopback] = Loopback
     softcap: float = 0.0
+    rotation: Callable[[], Plan] | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Global q [B, Sq, Hq, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv], sinks [Hq] -> out [B, Sq, Hq, Dv] input dtype, lse
@@ -96,6 +102,7 @@ class SimulatedRing:
                  lse: Tensor, sinks: Tensor | None = None) -> list[Tensor]:
         """Global dq, dk, dv in the input dtype, and with sinks dsinks in theirs."""
         shared = self.loopback("backward")
+        plan = self.plan if self.rotation is None else self.rotation()
         shards: list[list[Tensor]] = []
         loops = []
         for rank in range(self.plan.cp_size):
@@ -104,7 +111,7 @@ class SimulatedRing:
             lse_local, dlse_local = (None if x is None else _take(x, self.layout, rank, dim=2) for x in (lse, dlse))
             shards.append([])
             loops.append(loop.backward(
-                self.plan, rank, dout_local, dlse_local, q_local, k_local, v_local, out_local, lse_local, self.backend,
+                plan, rank, dout_local, dlse_local, q_local, k_local, v_local, out_local, lse_local, self.backend,
                 shared.carrier(rank), softmax_scale=self.softmax_scale, softcap=self.softcap, sinks=sinks,
                 deterministic=self.deterministic, gradients=shards[rank]))
         drive_all(loops, self.order)

@@ -1,8 +1,6 @@
-"""Packed blocks of rows on the wire, and the buffers that they live in.
+"""Packed blocks of rows on the wire, and the buffers that they live in. What a row is made of: wires.py.
 
-Wire formats: kv [rows, B, Hkv, D + Dv] in the input dtype, dkv [rows, B, Hkv, D + Dv] in the accumulator dtype; K (dK) fills the
-first D of the last dim, V (dV) the rest. `rows` is a tuple of (start, stop) ranges of local rows of the owner's shard, compacted
-in order.
+`rows` is a tuple of (start, stop) ranges of local rows of the owner's shard, compacted in order.
 """
 from __future__ import annotations
 
@@ -44,15 +42,10 @@ def locate(held: Rows, wanted: Rows) -> Rows | None:
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of one owner's shard, packed: data [count_rows(rows), B, Hkv, D + Dv]."""
+    """Rows of one owner's shard, packed: data [count_rows(rows), *row_shape]."""
 
     rows: Rows
     data: Tensor
-
-    def split(self, head_dim: int) -> tuple[Tensor, Tensor]:
-        """K and V as the kernels want them: views [B, rows, Hkv, D] and [B, rows, Hkv, Dv]. head_dim: D."""
-        flipped = self.data.transpose(0, 1)
-        return flipped[..., :head_dim], flipped[..., head_dim:]
 
     def find(self, rows: Rows) -> Rows:
         found = locate(self.rows, rows)
@@ -77,17 +70,6 @@ class Block:
         for start, stop in self.find(other.rows):
             self.data[start:stop].add_(other.data[offset:offset + stop - start])
             offset += stop - start
-
-
-def pack(k: Tensor, v: Tensor, rows: Rows, out: Tensor) -> Block:
-    """Copy rows of k [B, S, Hkv, D] and v [B, S, Hkv, Dv] into `out` [count_rows(rows), B, Hkv, D + Dv]."""
-    head_dim, offset = k.shape[-1], 0
-    for start, stop in rows:
-        target = out[offset:offset + stop - start]
-        target[..., :head_dim].copy_(k[:, start:stop].transpose(0, 1))
-        target[..., head_dim:].copy_(v[:, start:stop].transpose(0, 1))
-        offset += stop - start
-    return Block(rows, out)
 
 
 class BufferPool:

@@ -4,12 +4,11 @@ from __future__ import annotations
 import datetime
 import logging
 import weakref
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from ringflash.kernels.intervals import accumulate_dtype
 from ringflash.ring import watchdog
 from ringflash.ring.copy_engine import CopyExchange
 from ringflash.ring.exchange import DistributedExchange, Exchange, warm_up
@@ -21,14 +20,14 @@ _logged: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKe
 _TIMEOUT = datetime.timedelta(minutes=10)                   # of torch's NCCL groups, unless they were given another
 
 
-def make_carrier(exchange: str, group: dist.ProcessGroup, plan: Plan, pass_: str, k: Tensor, v: Tensor) -> Exchange:
-    """The carrier of one pass of one call, for this rank's k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv].
+def make_carrier(exchange: str, group: dist.ProcessGroup, plan: Plan, pass_: str, row_bytes: Mapping[str, int],
+                 device: torch.device) -> Exchange:
+    """The carrier of one pass of one call. row_bytes: of a row on the wire, by kind of message (rotate.py); device: of tensors.
 
     exchange was checked against the group (check_carrier). With "auto" and "copy" on CUDA the first call on a group finds out,
     by a collective of all its ranks, whether they can copy to each other. RuntimeError, on every rank the same, when "copy" was
     asked for and they cannot.
     """
-    device = k.device
     warm_up(group, device)
     if device.type == "cuda" and exchange in ("auto", "copy"):
         domain = domain_of(group, device)
@@ -37,8 +36,6 @@ def make_carrier(exchange: str, group: dist.ProcessGroup, plan: Plan, pass_: str
                 "" if domain.spans_ring else ", and nccl to those of other hosts"))
             # Nothing else ends a wait on a stream: NCCL would have ended its own after the group's timeout.
             watchdog.start_unless_running(_timeout_s(group, device))
-            per_row = k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3])
-            row_bytes = {"kv": per_row * k.dtype.itemsize, "dkv": per_row * accumulate_dtype(k.dtype).itemsize}
             return CopyExchange(group, domain, plan, pass_, watchdog.next_call(pass_), row_bytes)
         if exchange == "copy":
             raise RuntimeError(f"exchange='copy': {domain}; use exchange='nccl' or 'auto'")

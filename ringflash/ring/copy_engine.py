@@ -25,7 +25,7 @@ class CopyExchange:
     """One pass of one call. Making it is a collective when the receive buffers have to grow; then it never waits on the host."""
 
     def __init__(self, group: dist.ProcessGroup, domain: Domain, plan: Plan, pass_: str, call: int, row_bytes: Mapping[str, int]):
-        """row_bytes: of a row on the wire, by kind ("kv", "dkv")."""
+        """row_bytes: of a row on the wire, by kind of message."""
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("exchange='copy': its counters advance with every call, so it cannot be captured in a CUDA graph; "
                                "use exchange='nccl'")

@@ -15,8 +15,8 @@ from ringflash.ring.message import Message
 from ringflash.ring.plan import PASSES, Plan
 from ringflash.ring.signals import Landing, Ledger, Slot, landing_of
 
-# What the protocol may be run without, to show that each part is needed: the wait for "free" before a push, the wait for "arrived"
-# before a read, and the order of "free" behind the kernels that were queued before it.
+# What the protocol may be run without, to show that each part is needed: the wait for "free" before a push, the wait for
+# "arrived" before a read, and the order of "free" behind the kernels that were queued before it.
 PARTS = ("free", "arrived", "order")
 
 
@@ -82,7 +82,7 @@ class _Rank:
                 yield "copies", ("signal", push.peer, "arrived", push.value)
             yield "copies", ("mark", ("pushed", *at))
         for message in here:
-            if message.kind == "kv":
+            if not message.is_gradient:
                 yield "kernels", ("read", (call, message), landing.slot_of[message])
         if sends or recvs:
             for peer, value in booking.arrivals:
@@ -90,7 +90,7 @@ class _Rank:
                     yield "kernels", ("await", "arrived", peer, value)
             yield "kernels", ("after", ("pushed", *at))
         for message in recvs:
-            if message.kind == "dkv":
+            if message.is_gradient:
                 yield "kernels", ("read", (call, message), landing.slot_of[message])
 
     def _source(self, message: Message, here: Sequence[Message], landing: Landing) -> Message | None:

@@ -13,7 +13,7 @@ from ringflash.ring.cache import BoundedCache
 from ringflash.ring.message import Message
 from ringflash.ring.plan import Plan
 
-# ("kv" | "dkv", lane, parity of the step): the blocks under way. ("home", n): the n-th gradient that comes home in a step.
+# (kind, lane, parity of the step): the blocks under way. (kind, "home", n): the n-th gradient that comes home in a step.
 Slot = tuple
 ALIGNMENT = 512                                             # bytes; what allocations of CUDA are aligned to
 COUNTER_BYTES = 4
@@ -31,13 +31,13 @@ class Landing:
     def offsets(self, first: int, row_bytes: Mapping[str, int]) -> tuple[dict[Slot, int], int]:
         """Byte offset of each slot behind `first` bytes that are taken, and where the last one ends.
 
-        row_bytes: of a row of "kv" and of "dkv".
+        row_bytes: of a row, by kind of message.
         """
         found: dict[Slot, int] = {}
         end = first
         for slot in sorted(self.rows, key=repr):
             found[slot] = end = -(-end // ALIGNMENT) * ALIGNMENT
-            end += self.rows[slot] * row_bytes["kv" if slot[0] == "kv" else "dkv"]
+            end += self.rows[slot] * row_bytes[slot[0]]
         return found, end
 
 
@@ -58,7 +58,7 @@ def _landing(plan: Plan, pass_: str) -> Landing:
     for message in plan.messages(pass_):
         at = (message.dst, message.step)
         if message.is_home:
-            slot: Slot = ("home", homes[at])
+            slot: Slot = (message.kind, "home", homes[at])
             homes[at] += 1
         else:
             slot = (message.kind, message.lane, message.step % 2)

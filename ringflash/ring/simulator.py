@@ -119,7 +119,7 @@ def check_rows(plan: Plan, pass_: str) -> None:
         for message in (m for rank in range(size) for m in plan.sends(rank, step, pass_)):
             at, to = ((end, message.owner, message.lane) for end in (message.src, message.dst))
             rows = _rows(message.rows)
-            if message.kind == "kv":
+            if not message.is_gradient:
                 held = plan.layout_k.shard_len(message.src) if message.src == message.owner else None
                 if not rows <= (set(range(held)) if held is not None else _rows(resident.get(at, ()))):
                     raise RendezvousError(f"not held by its sender: {message}")

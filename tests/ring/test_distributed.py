@@ -99,7 +99,7 @@ def _bytes_are_the_plans(rank, world_size):
     for kind in LAYOUTS:
         layout = Layout(kind, 40, world_size, group=dist.group.WORLD)
         with exchange.record_traffic() as log:
-            run(ring_attention, _local(inputs, layout, rank), layout=layout, group=dist.group.WORLD, kernel="reference")
+            run(ring_attention, _local(inputs, layout, rank), layout=layout, group=dist.group.WORLD, kernel="reference", rotate="kv")
         plan = build_plan(Mask(), layout)
         for pass_ in ("forward", "backward"):
             wanted = [m for m in plan.messages(pass_) if m.src == rank]

@@ -7,8 +7,9 @@ import torch.distributed as dist
 
 from ringflash import Layout, ring_attention
 from ringflash.mesh import ring_group
-from ringflash.ring.buffers import Block, BufferPool, locate, pack
+from ringflash.ring.buffers import Block, BufferPool, locate
 from ringflash.ring.exchange import DistributedExchange, check_carrier, check_exchange, group_backends
+from ringflash.ring.wires import HeadWire
 from ringflash.tests.support.ring_cases import differing, make_inputs, run
 
 
@@ -42,8 +43,9 @@ def test_a_prefix_is_sent_as_it_lies_and_other_ranges_are_copied():
 
 def test_packed_blocks_split_into_what_was_packed_and_add_by_rows():
     k, v = torch.randn(2, 6, 3, 4), torch.randn(2, 6, 3, 4)
-    block = pack(k, v, ((1, 2), (4, 6)), torch.empty(3, 2, 3, 8))
-    for half, whole in zip(block.split(k.shape[3]), (k, v)):
+    wire, rows = HeadWire((k, v)), ((1, 2), (4, 6))
+    block = Block(rows, wire.pack((k, v), rows, torch.empty(3, *wire.row_shape)))
+    for half, whole in zip(wire.split(block.data), (k, v)):
         assert torch.equal(half, whole[:, [1, 4, 5]])
     total = Block(((0, 6),), torch.zeros(6, 2, 3, 8))
     total.add(block)

@@ -268,7 +268,7 @@ def test_bytes_on_the_wire_are_the_plans_and_count_kv_heads(layout):
         for mask in masks(48).values():
             inputs = make_inputs(48, heads=8, kv_heads=2, head_dim=16, dtype=torch.bfloat16)
             with record_traffic() as log:
-                run(simulate, inputs, cp_size=cp_size, layout=layout, kernel="reference", **mask)
+                run(simulate, inputs, cp_size=cp_size, layout=layout, kernel="reference", rotate="kv", **mask)
             plan = build_plan(Mask(**mask), Layout(layout, 48, cp_size))
             per_row = 2 * 2 * 16                            # K and V of two kv heads, not of eight query heads
             kv, dkv = per_row * 2, per_row * 4              # bf16 and fp32
