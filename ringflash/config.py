@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-LAYOUTS = ("contiguous", "zigzag", "striped")
+LAYOUTS = ("contiguous", "zigzag", "striped", "balanced", "auto")
 KERNELS = ("auto", "hopper", "triton", "cpu", "reference")
 EXCHANGES = ("auto", "copy", "nccl", "gloo")
 OPTIMIZERS = ("adamw", "sgd")
 DTYPES = ("auto", "fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
 # What exists as a name and is still to be built: refused by name, so that nobody takes a typo for a missing feature.
-LATER = {"attention.layout": ("balanced", "auto"), "train.dtype": ("fp16",)}
+LATER = {"train.dtype": ("fp16",)}
 MAX_HEAD_DIM = 256
 SOFTCAP_RANGE = (1e-30, 1e30)
 NUM_TOKENS = 257  # ringflash.data.VOCAB_SIZE

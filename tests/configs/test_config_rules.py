@@ -34,7 +34,7 @@ RULES = [
     (dict(data__path=""), 1, "data.path='': names no file"),
     (dict(data__max_bytes=0), 1, "data.max_bytes=0: must be at least 1, or null"),
     (dict(attention__layout="zig-zag"), 1, "attention.layout=zig-zag: valid: contiguous, zigzag, striped"),
-    (dict(attention__layout="balanced"), 1, "attention.layout=balanced: is not built yet; valid: contiguous, zigzag, striped"),
+    (dict(attention__layout="spiral"), 1, "attention.layout=spiral: valid: contiguous, zigzag, striped, balanced, auto"),
     (dict(attention__kernel="flash"), 1, "attention.kernel=flash: valid: auto, hopper, triton, cpu, reference"),
     (dict(attention__exchange="mpi"), 1, "attention.exchange=mpi: valid: auto, copy, nccl, gloo"),
     (dict(attention__exchange="copy", run__device="cpu"), 1, "attention.exchange=copy: run.device=cpu has no copy engines"),

@@ -6,8 +6,10 @@ import time
 import numpy as np
 import pytest
 import torch
+import torch._dynamo
+from torch._dynamo.testing import CompileCounterWithBackend
 
-from ringflash import Layout, Mask, simulate
+from ringflash import Layout, Mask, ring_attention, simulate
 from ringflash.balance import balance
 from ringflash.ring import simulator
 from ringflash.ring.documents import lognormal_documents
@@ -211,3 +213,22 @@ def test_documents_of_keys_and_queries_that_see_nothing_are_placed_too():
     assert max(loads) * 4 / sum(loads) <= 1.1
     nothing = Layout("balanced", 64, 4, Mask(cu_seqlens=[0]))
     assert [nothing.shard_len(rank) for rank in range(4)] == [16] * 4
+
+
+def test_20_batches_of_balanced_layouts_compile_at_most_twice():
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda q, k, v, **more: ring_attention(q, k, v, kernel="reference", **more), backend=counter,
+                             fullgraph=True)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 96, 2, 8, generator=generator) for _ in range(3))
+    lengths = set()
+    for number in range(20):
+        mask = Mask(cu_seqlens=[0, *range(5 + number, 80, 3 + number % 5), 96])
+        starts = mask.cu_seqlens[:-1].tolist()  # all of one rank: specs of many lengths, as batches on a ring have
+        layout = Layout.from_spec(torch.tensor([1, 3, 96, 1, 1, *starts, *[0] * len(starts)]), mask)
+        lengths.add(layout.spec.shape[0])
+        layout.set_token(f"batch {number}")
+        torch.testing.assert_close(compiled(q, k, v, layout=layout), ring_attention(q, k, v, layout=layout, kernel="reference"))
+    assert counter.frame_count <= 2 and len(lengths) > 5
+    torch._dynamo.reset()

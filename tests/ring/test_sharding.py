@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ringflash import Layout, Mask, shard, shard_batch, unshard
+from ringflash.layout import LAYOUTS
 from ringflash.sharding import batch_hash
 
 _TOKENS = torch.arange(8)[None]
@@ -74,6 +75,35 @@ def test_only_own_rows_and_the_ones_after_them_are_read():
     assert with_labels.read == {1, 6}
 
 
+def test_a_balanced_shard_of_many_runs_reads_its_own_rows_and_the_ones_after_them_only():
+    boundaries = np.cumsum([0] + [3, 40, 7, 11, 2, 60, 5, 9, 1, 30, 20, 12] * 5).tolist()
+    source = _Source(np.arange(1200)[None] % 1000)
+    layout = Layout("balanced", 1200, 4)                                # its rows follow from the batch's documents
+    parts = [shard_batch({"tokens": _Source(np.arange(1200)[None] % 1000), "cu_seqlens": boundaries}, layout, rank=rank)
+             for rank in range(4)]
+    made = parts[0].layout
+    assert made == Layout("balanced", 1200, 4, Mask(cu_seqlens=boundaries)) and all(part.layout == made for part in parts)
+    assert len(made.chunks(1)) > 5 and made.geometry != layout.geometry
+    shard_batch({"tokens": source, "cu_seqlens": boundaries}, layout, rank=1)
+    own = set(made.positions(1).tolist())
+    assert own <= source.read <= own | {row + 1 for row in own}
+    plain = shard_batch({"tokens": np.arange(1200)[None] % 1000, "cu_seqlens": boundaries}, "contiguous")
+    for part in parts:
+        assert torch.equal(part.labels, plain.labels[:, part.positions]) and part.num_valid == plain.num_valid
+
+
+def test_shard_batch_takes_balanced_and_auto_by_name_but_shard_and_unshard_cannot():
+    batch = {"tokens": _TOKENS, "cu_seqlens": [0, 3, 8]}
+    for name in ("balanced", "auto"):
+        assert shard_batch(batch, name).layout == Layout(name, 8, 1, Mask(cu_seqlens=[0, 3, 8]))
+        assert shard_batch(batch, Layout(name, 8, 2), rank=1).layout.asked == name
+        for call in (shard, unshard):
+            with pytest.raises(ValueError, match=f"'{name}' cannot be given by name.*make a Layout"):
+                call(torch.zeros(1, 8), name)
+    with pytest.raises(ValueError, match="spiral.*balanced, auto"):
+        shard_batch(batch, "spiral")
+
+
 def test_an_empty_rank_gets_an_empty_part():
     part = shard_batch({"tokens": _TOKENS[:, :2]}, Layout("contiguous", 2, 3), rank=2)
     assert part.tokens.shape == (1, 0) and part.labels.shape == (1, 0) and part.positions.shape == (0,) and part.num_valid == 1
@@ -137,11 +167,11 @@ def test_conflicting_ways_to_say_the_same_are_refused():
 
 
 def test_shards_partition_the_rows_and_their_gradients():
-    for kind in ("contiguous", "zigzag", "striped"):
-        for cp_size in (1, 2, 3, 4, 8):
+    for kind in LAYOUTS:
+        for cp_size, ulysses_size in ((1, 1), (2, 1), (3, 1), (4, 1), (8, 1), (1, 2), (2, 3)):
             x = torch.randn(2, 3, 13, requires_grad=True)
-            layout = Layout(kind, 13, cp_size)
-            parts = [shard(x, layout, rank=rank, dim=2) for rank in range(cp_size)]
+            layout = Layout(kind, 13, cp_size, Mask(cu_seqlens=[0, 2, 9, 11]), ulysses_size)
+            parts = [shard(x, layout, rank=rank, dim=2) for rank in range(layout.num_ranks)]
             assert sorted(torch.cat(parts, 2)[0, 0].tolist()) == sorted(x[0, 0].tolist())
             sum(part.sum() for part in parts).backward()
             assert torch.equal(x.grad, torch.ones_like(x))
