@@ -35,6 +35,11 @@ def _one_rank_errs(rank, world_size):
     cases = {
         "softmax_scale=[1]": lambda: attend(softmax_scale=[1]),
         "softmax_scale=nan": lambda: attend(softmax_scale=float("nan")),
+        "softcap=[1]": lambda: attend(softcap=[1]),
+        "softcap=nan": lambda: attend(softcap=float("nan")),
+        "sinks: must be a torch.Tensor": lambda: attend(sinks=[0.0] * 4),
+        "sinks differs": lambda: attend(sinks=torch.zeros(4)),
+        "sinks: on meta": lambda: attend(sinks=torch.zeros(4, device="meta")),
         "kernel=None": lambda: attend(kernel=None),
         "deterministic='yes'": lambda: attend(deterministic="yes"),
         "window_size=": lambda: attend(window_size=(2**63, 0)),
