@@ -60,9 +60,9 @@ def simulate(
     chosen = call.choose_mask(given, None if isinstance(layout, str) else full)
     backend = select(kernel, device=q.device, dtype=q.dtype, head_dim=q.shape[3], deterministic=deterministic,
                      head_dim_v=v.shape[3])
-    plan = build_plan(chosen, full, keys)
+    plan, heads = build_plan(chosen, full, keys), heads_of(q, k, v)
     ring = SimulatedRing(plan, full, keys, backend, scale, deterministic, order, softcap=cap,
-                         rotation=lambda: choose(plan, heads_of(q, k, v), rotate).plan)
+                         rotation=lambda: choose(plan, heads, rotate).plan)
     out, lse = _Simulate.apply(q, k, v, sinks, ring)
     return (out, lse) if return_lse else out
 

@@ -7,10 +7,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ringflash.ring.cache import BoundedCache
 from ringflash.ring.plan import Plan, build_plan
 
 ROTATES = ("auto", "kv", "q")
-_ALIGNMENT = 16                                             # bytes; what tensor maps and vector loads of a GPU ask of a row
+# Bytes: what vector loads and tensor maps of a GPU ask of an address; and of a row, so that its stride is a multiple of 16 elements,
+# which Triton's kernels are specialised on.
+_PART_BYTES, _ROW_BYTES = 16, 64
+_NAMES = {"kv": "K, V, dK and dV", "q": "q, dout, lse, delta and dQ"}
+_rotations = BoundedCache(max_weight=256)
 
 
 @dataclass(frozen=True)
@@ -42,15 +47,15 @@ def query_sections(
     per_head = (head_dim * itemsize, head_dim_v * itemsize, grad_itemsize, grad_itemsize)
     offsets, end = [], 0
     for num_bytes in per_head:
-        offsets.append(end)
-        end = -(-(end + batch * num_heads * num_bytes) // _ALIGNMENT) * _ALIGNMENT
-    return tuple(offsets), end
+        offsets.append(-(-end // _PART_BYTES) * _PART_BYTES)
+        end = offsets[-1] + batch * num_heads * num_bytes
+    return tuple(offsets), -(-end // _ROW_BYTES) * _ROW_BYTES
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """plan: of the backward. bytes_by_side: what the backward would send with either side (only "kv" or "q" where that side was
-    demanded). reason: one line."""
+    """plan: of the backward. bytes_by_side: what a backward sends with "kv" and with "q" (without the side that was not asked for;
+    empty where nothing travels). reason: one line."""
 
     plan: Plan
     bytes_by_side: Mapping[str, int]
@@ -64,25 +69,29 @@ def backward_bytes(plan: Plan, heads: Heads, rank: int | None = None) -> int:
 
 
 def choose(plan: Plan, heads: Heads, rotate: str = "auto") -> Rotation:
-    """What rotates in the backward of a forward by `plan`.
+    """What rotates in the backward of a forward by `plan`. Cached.
 
     rotate: "kv" or "q" demand it; "auto" takes the side that sends fewer bytes, K and V where they are equal. A pure function of
-    its arguments, so the same on every rank. With nothing to send, or one rank, K and V "rotate", whatever was demanded: there is
-    no difference then. ValueError for an unknown name.
+    its arguments, so the same on every rank. Where nothing travels (also: one rank) there is no difference, and the plan is the
+    forward's. ValueError for an unknown name.
     """
     if rotate not in ROTATES:
         raise ValueError(f"rotate={rotate!r}: unknown; valid: {', '.join(ROTATES)}")
+    return _rotations.get_or_make((plan.key, heads, rotate), lambda: _choose(plan, heads, rotate))
+
+
+def _choose(plan: Plan, heads: Heads, rotate: str) -> Rotation:
     if not plan.messages("backward"):
-        return Rotation(plan, {}, "nothing travels")
-    if rotate == "kv":
-        return Rotation(plan, {"kv": backward_bytes(plan, heads)}, "K, V and dK, dV rotate, as demanded")
-    queries = build_plan(plan.mask, plan.layout, plan.layout_k, rotates="q")
-    found = {"kv": backward_bytes(plan, heads), "q": backward_bytes(queries, heads)}
+        return Rotation(plan, {}, "nothing travels in the backward")
+    plans = {"kv": plan}
+    if rotate != "kv":
+        plans["q"] = build_plan(plan.mask, plan.layout, plan.layout_k, rotates="q")
     if rotate == "q":
-        return Rotation(queries, {"q": found["q"]}, "q, dout, lse, delta and dQ rotate, as demanded")
-    names = {"kv": "K, V and dK, dV", "q": "q, dout, lse, delta and dQ"}
-    side = "q" if found["q"] < found["kv"] else "kv"
-    other = "kv" if side == "q" else "q"
-    ratio = f"{found[other] / found[side]:.2f}x" if found[side] else "more"
-    reason = f"{names[side]} rotate: {found[side]:,} bytes; {names[other]} would send {found[other]:,}, {ratio}"
-    return Rotation(queries if side == "q" else plan, found, reason)
+        del plans["kv"]
+    sent = {side: backward_bytes(of_side, heads) for side, of_side in plans.items()}
+    side = min(sent, key=sent.__getitem__)                  # the first of equals: K and V
+    reason = f"{_NAMES[side]} rotate in the backward, {sent[side]:,} bytes"
+    if rotate != "auto":
+        return Rotation(plans[side], sent, f"{reason}, as demanded")
+    other = "q" if side == "kv" else "kv"
+    return Rotation(plans[side], sent, f"{reason} ({_NAMES[other]}: {sent[other]:,}, {sent[other] / sent[side]:.2f}x)")
