@@ -87,7 +87,7 @@ class Plan:
     """Made by build_plan; immutable. key: hashable, equal for equal plans.
 
     routing: "ring" (neighbour to neighbour) or "direct" (owner to reader). rows_by_routing: what each of the two would send in a
-    forward. is_demanded: the routing was the caller's choice, not the plan's.
+    forward. reason: why it is direct; "as demanded" where the routing was the caller's choice.
 
     rotates: "kv", or "q": a plan for a backward in which the rows of q travel, with all that belongs to them. It is the plan of the
     transposed mask, so that everything here holds of it with the roles exchanged: `layout` is that of the keys, which stay,
@@ -98,8 +98,9 @@ class Plan:
     A rank that forwards rows it does not read forwards what it received, and zeros where nothing was received yet.
     """
 
-    def __init__(self, key: tuple, mask: Mask | TransposedMask, layout: Layout, layout_k: Layout, lanes: tuple[int, ...], is_demanded: bool):
-        self.key, self.is_demanded = key, is_demanded
+    def __init__(self, key: tuple, mask: Mask | TransposedMask, layout: Layout, layout_k: Layout, lanes: tuple[int, ...]):
+        self.key = key
+        self.reason = ""
         self.rotates = "q" if isinstance(mask, TransposedMask) else "kv"
         self.kinds = KINDS[self.rotates]
         self.routing = "ring"
@@ -204,7 +205,7 @@ def build_plan(
 ) -> Plan:
     """The plan of `mask` over q laid out by `layout` and k, v by `layout_k` (None: the same).
 
-    routing: "ring", "direct", or "auto": direct where that sends fewer rows (Note [Ring or direct] in DESIGN.md).
+    routing: "ring", "direct", or "auto": direct where that sends clearly fewer rows (Note [Ring or direct] in DESIGN.md).
     lanes: the directions that a ring may use, +1 towards higher ranks, -1 towards lower ones (one alone demands a ring). The plan
     chooses per range of rows.
     rotates: "kv", or "q" for a backward in which the Q side travels (Note [What rotates in the backward]; see Plan).
@@ -234,7 +235,8 @@ def build_plan(
 
 def _build(key: tuple, mask: Mask | TransposedMask, layout: Layout, layout_k: Layout, lanes: tuple[int, ...], routing: str) -> Plan:
     size = layout.cp_size
-    plan = Plan(key, mask, layout, layout_k, lanes, is_demanded=routing != "auto")
+    plan = Plan(key, mask, layout, layout_k, lanes)
+    plan.reason = "" if routing == "auto" else "as demanded"
     table = ranges.ShardTable([Runs(layout_k.chunks(rank)) for rank in range(size)])
     reads: list[list[Reads]] = [[] for _ in range(mask.num_parts)]  # per part and rank
     needs = []
@@ -258,16 +260,18 @@ def _build(key: tuple, mask: Mask | TransposedMask, layout: Layout, layout_k: La
     chosen = routes.choose_lanes(demands, lanes)
     plan.rows_by_routing = {
         "ring": routes.rows_rotated(demands, chosen), "direct": sum(demand.rows_read_elsewhere for demand in demands)}
-    if routing == "auto":
-        routing = "direct" if plan.rows_by_routing["direct"] < plan.rows_by_routing["ring"] else "ring"
-    plan.routing = routing
     route = routes.Route(kinds=plan.kinds)
-    if routing == "direct":
-        routes.add_direct(route, demands, size)
-    else:
+    if routing != "direct":
         for demand, lane_of_segment in zip(demands, chosen):
             for lane in routes.LANES:
                 routes.add_rotation(route, demand, lane_of_segment, lane, size)
+    if routing == "auto":
+        plan.reason = routes.why_direct(plan.rows_by_routing, route)
+        routing = "direct" if plan.reason else "ring"
+    plan.routing = routing
+    if routing == "direct":
+        route = routes.Route(kinds=plan.kinds)
+        routes.add_direct(route, demands, size)
     plan._file(reads, route)
     return plan
 

@@ -16,6 +16,7 @@ UP, DOWN = 1, -1
 LANES = (UP, DOWN)
 DIRECT = 0  # the lane of what goes straight from its owner to a reader
 ROUTINGS = ("ring", "direct")
+_CLEAR_SAVING = 0.1  # of the ring's rows: less is not worth messages between any two ranks, of which more cross from host to host
 
 
 @dataclass
@@ -105,6 +106,14 @@ def choose_lanes(demands: list[Demand], lanes: tuple[int, ...]) -> list[np.ndarr
 def rows_rotated(demands: list[Demand], lanes: list[np.ndarray]) -> int:
     """Rows that the ring sends, each counted once per hop; lanes: what choose_lanes chose."""
     return sum(int((d.lengths * np.where(lane == UP, d.last[UP], d.last[DOWN])).sum()) for d, lane in zip(demands, lanes))
+
+
+def why_direct(rows: dict[str, int], ring: Route) -> str:
+    """Why owner to reader directly is better than the ring whose route this is; "" where it is not."""
+    if rows["direct"] < (1 - _CLEAR_SAVING) * rows["ring"]:
+        return "fewer bytes"
+    steps = {step for _, step, *_ in ring.stops}
+    return "a ring has steps without work" if len(steps) < max(steps, default=0) else ""
 
 
 def add_direct(route: Route, demands: list[Demand], cp_size: int) -> None:

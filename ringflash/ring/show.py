@@ -5,15 +5,18 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
 
-from ringflash.layout import KINDS, Layout
+from ringflash.layout import KINDS, LAYOUTS, Layout
 from ringflash.mask import Mask
+from ringflash.ring.documents import parse_documents
 from ringflash.ring.message import Message
 from ringflash.ring.plan import PASSES, Plan, build_plan
 from ringflash.ring.ranges import RowRanges
+from ringflash.ring.rotate import ROTATES, Heads, choose
 from ringflash.ring.routes import DIRECT, LANES, ROUTINGS, UP
 
 MASKS = ("causal", "full")
@@ -45,9 +48,11 @@ def text(plan: Plan, pass_: str = "forward") -> str:
 
 
 def title(plan: Plan) -> str:
-    layout, layout_k = plan.layout, plan.layout_k
+    layout, layout_k, mask = plan.layout, plan.layout_k, plan.mask
+    if plan.rotates == "q":
+        return f"the Q side rotates: {title(build_plan(mask.mask, layout_k, layout))}"
     keys = "" if layout_k.geometry == layout.geometry else f", keys {layout_k.kind} of {layout_k.seq_len:,} tokens"
-    return f"{layout.kind}, {layout.seq_len:,} tokens on {plan.cp_size} ranks{keys}, {plan.mask!r}"
+    return f"{layout.kind}, {layout.seq_len:,} tokens on {plan.cp_size} ranks{keys}, {mask!r}"
 
 
 def summary(plan: Plan) -> str:
@@ -66,7 +71,7 @@ def routing_used(plan: Plan) -> list[str]:
         name, other_name = other_name, name
     ours, other = plan.rows_by_routing[plan.routing], sum(plan.rows_by_routing.values()) - plan.rows_by_routing[plan.routing]
     compared = "as many bytes" if other == ours else f"{other / (plan.layout_k.seq_len * (plan.cp_size - 1)):.2f}"
-    why = ", as demanded" if plan.is_demanded else ", fewer bytes" if other > ours else ""
+    why = f", {plan.reason}" if plan.reason else ""
     used = [f"{name}{why} ({other_name}: {compared})"]
     return used if plan.routing == "direct" else [*used, lanes_used(plan)]
 
@@ -160,7 +165,7 @@ def _num_steps(plan: Plan, pass_: str) -> int:
 
 
 def _describe(message: Message, preposition: str, rank: int) -> str:
-    kind = "" if message.kind == "kv" else "grad "
+    kind = "grad " if message.is_gradient else ""
     return f"{kind}{_shorten(message.rows)} of {message.owner} {preposition} {rank}"
 
 
@@ -181,33 +186,59 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ringflash.ring.show", description="Show the plan of a ring.")
     parser.add_argument("--seq-len", type=int, required=True)
     parser.add_argument("--cp-size", type=int, required=True)
-    parser.add_argument("--layout", choices=KINDS, default="zigzag")
+    parser.add_argument("--layout", choices=LAYOUTS, default="zigzag")
     parser.add_argument("--mask", choices=MASKS, default="causal")
     parser.add_argument("--window-size", type=int, nargs=2, default=(-1, -1), metavar=("LEFT", "RIGHT"))
     parser.add_argument("--cu-seqlens", type=int, nargs="+", help="document boundaries, from 0")
+    parser.add_argument("--documents", help="packed documents of random lengths instead, e.g. lognormal:sigma=1.0,seed=0 (also "
+                        "mean, longest, first: the length of one of them)")
     parser.add_argument("--cu-seqlens-k", type=int, nargs="+", help="those of the keys, when they differ")
     parser.add_argument("--prefix-lens", type=int, nargs="+", help="first keys of each document that all of it sees")
     parser.add_argument("--chunk-size", type=int, help="positions of a chunk, which sees itself only")
     parser.add_argument("--first-tokens", type=int, default=0, help="first keys of each document that a window keeps")
     parser.add_argument("--seq-len-k", type=int, help="length of keys, when it differs (the ends are aligned)")
-    parser.add_argument("--layout-k", choices=KINDS, help="layout of keys, when it differs")
+    parser.add_argument("--layout-k", choices=KINDS, help="layout of keys, when it differs or is of another length")
     parser.add_argument("--routing", choices=("auto", *ROUTINGS), default="auto")
     parser.add_argument("--pass", dest="pass_", choices=PASSES, default="forward")
+    parser.add_argument("--heads", type=int, nargs=3, metavar=("HQ", "HKV", "D"), help="say what rotates in the backward, in 16 bit")
+    parser.add_argument("--rotate", choices=ROTATES, default="auto", help="with --heads")
+    parser.add_argument("--summary", action="store_true", help="no table of steps and ranks; how long the planning took")
     parser.add_argument("--png", type=Path, help="also draw the plan into this file")
     options = parser.parse_args(arguments)
     try:
         prefixes = options.prefix_lens
         if prefixes is not None and len(prefixes) == 1:
             prefixes = prefixes[0]  # every document's
-        mask = Mask(causal=options.mask == "causal", window_size=tuple(options.window_size), cu_seqlens=options.cu_seqlens,
+        documents = options.cu_seqlens
+        if options.documents is not None:
+            if documents is not None:
+                raise ValueError("--documents together with --cu-seqlens: give one of them")
+            documents = parse_documents(options.documents, options.seq_len)
+        mask = Mask(causal=options.mask == "causal", window_size=tuple(options.window_size), cu_seqlens=documents,
                     cu_seqlens_k=options.cu_seqlens_k, prefix_lens=prefixes, chunk_size=options.chunk_size,
                     first_tokens=options.first_tokens)
-        layout = Layout(options.layout, options.seq_len, options.cp_size)
-        layout_k = Layout(options.layout_k or options.layout, options.seq_len_k or options.seq_len, options.cp_size)
+        begin = time.perf_counter()
+        layout = layout_k = Layout(options.layout, options.seq_len, options.cp_size, mask)
+        if options.layout_k is not None or options.seq_len_k is not None:
+            layout_k = Layout(options.layout_k or layout.kind, options.seq_len_k or options.seq_len, options.cp_size, mask)
+        made = time.perf_counter()
         plan = build_plan(mask, layout, layout_k, routing=options.routing)
+        planned = time.perf_counter()
     except ValueError as error:
         parser.error(str(error))
-    print(text(plan, options.pass_))
+    if options.heads is not None:
+        num_heads, num_kv_heads, head_dim = options.heads
+        rotation = choose(plan, Heads(1, num_heads, num_kv_heads, head_dim, itemsize=2), options.rotate)
+        print(f"{num_heads} query and {num_kv_heads} kv heads of {head_dim}: {rotation.reason}")
+        if options.pass_ == "backward":
+            plan = rotation.plan
+    if layout.reason:
+        print(f"layout {options.layout}: {layout.reason}")
+    if options.summary:
+        print(f"{title(plan)}\n{summary(plan)}")
+        print(f"layout made in {1000 * (made - begin):.1f} ms, plan in {1000 * (planned - made):.1f} ms")
+    else:
+        print(text(plan, options.pass_))
     if options.png is not None:
         png(plan, options.png)
         print(f"drawn: {options.png}")
