@@ -99,7 +99,7 @@ def test_the_devices_tanh_is_accurate_to_a_few_roundings():
     t, s = torch.tanh(exact), 1 / torch.cosh(exact) ** 2
     assert bool(((value - t).abs() <= 8.0 * 2**-24 * t.abs()).all())
     normal = exact.abs() < 43
-    assert bool(((slope - s).abs() <= (20 + 2 * exact.abs()) * 2**-24 * s)[normal].all())
+    assert bool(((slope - s).abs() <= (20 + 2.5 * exact.abs()) * 2**-24 * s)[normal].all())
 
 
 @pytest.mark.parametrize("head_dim", [4, 20, 33, 64, 128, 256])

@@ -24,7 +24,8 @@ TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 SHARED_LIMIT = {90: 227 << 10, 80: 163 << 10, 86: 99 << 10}
 
 # Bytes of spill stores + loads per thread, by triton 3.6 and by 3.7 and later; absent: none. (kind, head_dim, descriptors), "+"
-# for the variant that adds to its output, "c" for the one with a cap, "/" and head_dim_v where it differs. At D = 128 they lie in the masked loop and the epilogue.
+# for the variant that adds to its output, "c" for the one with a cap, "/" and head_dim_v where it differs. At D = 128 they lie in
+# the masked loop and the epilogue.
 SPILLS = {
     ("dkv", 128, True): (248, 24), ("dkv", 128, False): (180, 48), ("dkv+", 128, True): (396, 296),
     ("dkv", 256, True): (608, 584), ("dkv", 256, False): (692, 556), ("dkv+", 256, True): (784, 792),
@@ -115,7 +116,8 @@ def test_a_cap_costs_no_wgmma_and_few_spills(kind, head_dim, changes):
 
 @pytest.mark.parametrize("kind, head_dim, head_dim_v, changes", [
     ("forward", 192, 128, {}), ("forward", 192, 128, dict(softcap=20.0)), ("dkv", 192, 128, {}),
-    ("dkv", 192, 128, dict(accumulate=True)), ("dq", 192, 128, {}), ("dq", 192, 128, dict(accumulate=True)), ("forward", 64, 128, {}), ("forward", 128, 64, {}),
+    ("dkv", 192, 128, dict(accumulate=True)), ("dq", 192, 128, {}), ("dq", 192, 128, dict(accumulate=True)),
+    ("forward", 64, 128, {}), ("forward", 128, 64, {}),
     ("dkv", 64, 128, {}), ("dkv", 128, 64, {}), ("dq", 64, 128, {}), ("backward", 64, 32, {}),
 ], ids=str)
 def test_a_value_dim_of_its_own_compiles_to_the_same_instructions(kind, head_dim, head_dim_v, changes):

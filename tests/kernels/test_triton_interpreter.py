@@ -138,7 +138,7 @@ else:
         t, s = torch.tanh(exact), 1 / torch.cosh(exact) ** 2
         assert bool(((value - t).abs() <= 3.0 * 2**-24 * t.abs()).all())
         normal = exact.abs() < 43  # beyond, the slope is below the smallest normal number
-        assert bool(((slope - s).abs() <= (6 + 2 * exact.abs()) * 2**-24 * s)[normal].all())
+        assert bool(((slope - s).abs() <= (6 + 2.5 * exact.abs()) * 2**-24 * s)[normal].all())
         assert bool((slope[~normal] >= 0).all()) and float(slope[~normal].max()) < 1e-36
 
     def _visit(q, k, v, **given):
