@@ -69,9 +69,9 @@ def test_plain_layouts_of_the_same_documents_fail_what_balanced_holds():
                 assert pairs.max(axis=1).sum() * W / pairs.sum() > 1.5
 
 
-@pytest.mark.parametrize("boundaries", [lognormal_documents(TOKENS, 1.5, 3), range(0, TOKENS + 1, 32),
-                                        lognormal_documents(TOKENS, 1.0, 0, mean=32), lognormal_documents(TOKENS, 2.0, 0, mean=32)],
-                         ids=["2k", "4,096 equal", "4,000 drawn", "4,000 very uneven"])
+@pytest.mark.parametrize("boundaries", [
+    lognormal_documents(TOKENS, 1.5, 3), range(0, TOKENS + 1, 32), lognormal_documents(TOKENS, 1.0, 0, mean=32),
+    lognormal_documents(TOKENS, 2.0, 0, mean=32)], ids=["2k", "4,096 equal", "4,000 drawn", "4,000 very uneven"])
 def test_balanced_is_made_in_milliseconds(boundaries):
     mask = Mask(cu_seqlens=boundaries)
     times = []

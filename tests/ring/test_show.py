@@ -1,4 +1,6 @@
 """A plan prints itself: who computes what, what travels, how even the work is."""
+import re
+
 import pytest
 
 from ringflash import Layout, Mask
@@ -92,7 +94,24 @@ def test_the_command_takes_every_option_of_a_mask_and_the_routing(capsys):
     assert "chunk_size=6" in capsys.readouterr().out
 
 
+def test_the_command_makes_layouts_from_documents_and_prints_why(capsys):
+    size = ["--seq-len", "8192", "--cp-size", "4", "--documents", "lognormal:sigma=1.5,seed=0,mean=256,longest=4096", "--summary"]
+    assert show.main([*size, "--layout", "balanced"]) == 0
+    first, second, third, last = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"layout made in [0-9.]+ ms, plan in [0-9.]+ ms", last)
+    assert first.startswith("layout balanced: ") and "documents cut over all ranks" in first
+    assert second.startswith("balanced, 8,192 tokens on 4 ranks, Mask(causal=True, cu_seqlens=<") and "busiest rank 1.0" in third
+    assert show.main([*size, "--layout", "auto"]) == 0
+    assert "layout auto: balanced: " in capsys.readouterr().out
+    assert show.main([*size, "--layout", "zigzag"]) == 0
+    assert capsys.readouterr().out.startswith("zigzag, 8,192 tokens")
+
+
 @pytest.mark.parametrize(("arguments", "rule"), [
+    (["--seq-len", "8", "--cp-size", "2", "--documents", "uniform:seed=1"], "must be like lognormal:sigma=1.0,seed=0"),
+    (["--seq-len", "8", "--cp-size", "2", "--documents", "lognormal:seed=1"], "must be like lognormal"),
+    (["--seq-len", "8", "--cp-size", "2", "--documents", "lognormal:sigma=1,seed=1", "--cu-seqlens", "0", "8"],
+     "give one of them"),
     (["--seq-len", "0", "--cp-size", "2"], "seq_len=0"),
     (["--seq-len", "8", "--cp-size", "2", "--window-size", "3", "1"], "right must be 0 or -1"),
     (["--seq-len", "8", "--cp-size", "2", "--cu-seqlens", "0", "9"], "must end within seq_len=8"),
