@@ -98,7 +98,8 @@ class _Run:
         carrier, here = self.carrier(plan, pass_), []
         for step in range(plan.num_steps if pass_ == "forward" else plan.num_backward_steps):
             self.sleep()
-            recvs = [(m, carrier.receive_buffer(m, (1, 1, ELEMENTS), torch.int32)) for m in plan.recvs(self.rank.rank, step, pass_)]
+            recvs = [(m, carrier.receive_buffer(m, (1, 1, ELEMENTS), torch.int32))
+                     for m in plan.recvs(self.rank.rank, step, pass_)]
             for _, buffer in recvs:
                 buffer.fill_(POISON)
             pending = carrier.post(step, [(m, self.source(m, here)) for m in plan.sends(self.rank.rank, step, pass_)], recvs)
@@ -112,8 +113,8 @@ class _Run:
         self.calls += 1
 
     def source(self, message: Message, here: list[tuple[Message, torch.Tensor]]) -> torch.Tensor:
-        """What is sent: a block that is passed on lies where it arrived; others are written anew into a buffer of the step before,
-        which the wait of that step has set free."""
+        """What is sent: a block that is passed on lies where it arrived; others are written anew into the buffer of an earlier
+        step, which the wait of that step has set free."""
         for arrived, block in here:
             if message.kind == "kv" and (arrived.owner, arrived.lane) == (message.owner, message.lane):
                 return block[:message.num_rows]

@@ -1,8 +1,8 @@
 """Stream memory operations and copies of the CUDA driver: a stream writes a word, waits for a word, copies bytes. No SM is used.
 
-torch has a write (`_SymmetricMemory.stream_write_value32`) but no wait; its put_signal and wait_signal are kernels that spin on an
-SM, and attention kernels that fill every SM leave them none. So libcuda is called directly. The calls are asynchronous, ordered as
-any other work of the stream, and go to the context that is current in the calling thread.
+torch has a write (`_SymmetricMemory.stream_write_value32`) but no wait; its put_signal and wait_signal are kernels that spin on
+an SM, and attention kernels that fill every SM leave them none. So libcuda is called directly. The calls are asynchronous,
+ordered as any other work of the stream, and go to the context that is current in the calling thread.
 """
 from __future__ import annotations
 

@@ -158,7 +158,8 @@ class Domain:
         """Writes a pattern to the next rank of this host and awaits that of the last. RuntimeError when it does not come."""
         arena, words, here = self.arena(_GRANULE_BYTES), words_bytes(self.cp_size), self.ranks.index(self.rank)
         target, source = self.ranks[(here + 1) % len(self.ranks)], self.ranks[here - 1]
-        patterns = {rank: torch.arange(_PING_BYTES, device=self.device).add_(rank * 7).to(torch.uint8) for rank in (self.rank, source)}
+        patterns = {rank: torch.arange(_PING_BYTES, device=self.device).add_(rank * 7).to(torch.uint8)
+                    for rank in (self.rank, source)}
         lane, cuda = self.stream, driver()
         lane.wait_stream(torch.cuda.current_stream(self.device))
         cuda.copy(lane.cuda_stream, arena.address(target, words), patterns[self.rank].data_ptr(), _PING_BYTES)
@@ -195,8 +196,8 @@ def domain_of(group: dist.ProcessGroup, device: torch.device) -> Domain | str:
     """
     if group not in _domains:
         hops = ("handshake of the copy engines with all ranks of the ring",)
-        position = watchdog.Position("warm-up", watchdog.next_call("warm-up"), 0, describe_rank(group, dist.get_rank(group)), hops)
-        with watchdog.waiting(position):
+        who = describe_rank(group, dist.get_rank(group))
+        with watchdog.waiting(watchdog.Position("warm-up", watchdog.next_call("warm-up"), 0, who, hops)):
             _domains[group] = _handshake(group, device)
     return _domains[group]
 

@@ -1,0 +1,176 @@
+"""bench multi: everything that needs several GPUs of one host, in one run: one JSON, one table, PNGs.
+
+    python launch/bench.py multi                                       all sections on all GPUs of this host
+    python launch/bench.py multi --sections ring --rows 8192,32768     one of them
+    torchrun --nproc-per-node 8 launch/bench.py multi --json out.json  under your own torchrun
+"""
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ringflash.launch import bench_multi_check, bench_multi_links, bench_multi_ring
+from ringflash.launch.bench_multi_show import draw, table
+from ringflash.launch.check_spawn import Rank, RingFailure, run_ranks
+from ringflash.launch.check_table import environment
+from ringflash.ring import watchdog
+
+SECTIONS = ("stress", "matrix", "link", "overlap", "nccl", "ring")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What to run; picklable, for the ranks."""
+    sections: tuple[str, ...]
+    exchanges: tuple[str, ...]
+    kernel: str
+    rows: tuple[int, ...]
+    hop_rows: tuple[int, ...]
+    sizes_mib: tuple[int, ...]
+    channels: tuple[int, ...]
+    spare_sms: tuple[int, ...]
+    peers_up_to: int
+    steps: int
+    kernels: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    repeats: int
+    json: str | None
+
+
+def add_parser(what: argparse._SubParsersAction) -> None:
+    sub = what.add_parser("multi", help="several GPUs of one host", description=__doc__,
+                          formatter_class=argparse.RawDescriptionHelpFormatter)
+    sub.add_argument("--sections", default=",".join(SECTIONS), help=f"of {', '.join(SECTIONS)} (default: all)")
+    sub.add_argument("--exchanges", default="nccl,copy")
+    sub.add_argument("--processes", type=int, default=None, help="ranks (default: one per GPU, or what torchrun started)")
+    sub.add_argument("--kernel", default="auto", help="of the timed sections")
+    sub.add_argument("--rows", default="2048,4096,8192,16384,32768,65536,131072", help="rows per GPU of the ring")
+    sub.add_argument("--hop-rows", default="2048,4096,8192,16384,32768", help="rows of a hop beside a kernel")
+    sub.add_argument("--sizes-mib", default="1,4,16,64,256", help="messages of the bandwidth curve")
+    sub.add_argument("--channels", default="0,4,8,16,32", help="NCCL channels to try; 0 is NCCL's choice")
+    sub.add_argument("--spare-sms", default="0", help="SMs that the kernel leaves free beside NCCL (persistent kernels only)")
+    sub.add_argument("--peers-up-to", type=int, default=32768, help="most rows per GPU for torch's context_parallel")
+    sub.add_argument("--steps", type=int, default=10_000, help="of the stress of the signals")
+    sub.add_argument("--kernels", default="triton", help="kernels of the correctness matrix")
+    sub.add_argument("--dtypes", default="bf16,fp32")
+    sub.add_argument("--repeats", type=int, default=5)
+    sub.add_argument("--timeout", type=float, default=3600.0, help="seconds for everything")
+    sub.add_argument("--json", default=None, metavar="PATH", help="every record; written as they come")
+    sub.add_argument("--png", default=None, metavar="PREFIX", help="PREFIX-links.png, PREFIX-overlap.png, PREFIX-ring.png")
+
+
+def read(options: argparse.Namespace) -> Plan:
+    """ValueError for options that make no sense."""
+    def words(text: str) -> tuple[str, ...]:
+        return tuple(filter(None, text.split(",")))
+
+    def numbers(text: str) -> tuple[int, ...]:
+        return tuple(map(int, words(text)))
+
+    sections = words(options.sections)
+    if unknown := [name for name in sections if name not in SECTIONS]:
+        raise ValueError(f"--sections={unknown[0]}: unknown; valid: {', '.join(SECTIONS)}")
+    exchanges = words(options.exchanges)
+    if unknown := [name for name in exchanges if name not in ("nccl", "copy")] or not exchanges:
+        raise ValueError(f"--exchanges={options.exchanges}: valid are nccl, copy")
+    return Plan(sections, exchanges, options.kernel, numbers(options.rows), numbers(options.hop_rows), numbers(options.sizes_mib),
+                numbers(options.channels), numbers(options.spare_sms), options.peers_up_to, options.steps, words(options.kernels),
+                words(options.dtypes), options.repeats, options.json)
+
+
+def run_rank(rank: Rank, plan: Plan) -> list[dict]:
+    """All sections, on one rank; rank 0's records are complete."""
+    records: list[dict] = []
+
+    def say(record: dict) -> None:
+        records.append(record)
+        if rank.rank == 0:
+            shown = {key: round(value, 4) if isinstance(value, float) else value for key, value in record.items()}
+            print(json.dumps(shown), flush=True)
+            save(plan.json, records)
+
+    device, timed = rank.device, dict(repeats=plan.repeats)
+    cells = bench_multi_check.matrix_cells(plan.kernels, plan.dtypes, rank.num_processes)
+    work: dict[str, Callable[[], object]] = {
+        "stress": lambda: bench_multi_check.stress(rank, plan.steps, say),
+        "matrix": lambda: bench_multi_check.matrix(rank, plan.exchanges, cells, say, delay_ms=1.0),
+        "link": lambda: bench_multi_links.bandwidth(plan.exchanges, plan.sizes_mib, device, say, **timed),
+        "overlap": lambda: bench_multi_links.overlap(plan.exchanges, plan.hop_rows, plan.kernel, device, say, **timed),
+        "nccl": lambda: bench_multi_links.nccl_sweep(plan.channels, 8192, plan.kernel, device, say, spare_sms=plan.spare_sms,
+                                                     **timed),
+        "ring": lambda: bench_multi_ring.bench(plan.exchanges, plan.rows, plan.kernel, device, say,
+                                               peers_up_to=plan.peers_up_to, **timed),
+    }
+    for index, section in enumerate(plan.sections):
+        rank.at(index)
+        start = time.monotonic()
+        try:
+            work[section]()
+        except RuntimeError as error:       # what all ranks find alike (no copy engines, a kernel that cannot run) ends a section
+            say({"section": section, "failure": str(error).splitlines()[0][:300]})
+        if rank.rank == 0:
+            print(f"{section}: {time.monotonic() - start:.1f} s", flush=True)
+    return records
+
+
+def save(path: str | None, records: Sequence[dict]) -> None:
+    if path:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        whole = {"environment": environment(), "what": "multi", "records": list(records)}
+        Path(path).write_text(json.dumps(whole, indent=1) + "\n")
+
+
+def main(options: argparse.Namespace) -> int:
+    """0: all ran, and what was checked held. 1: something did not. ValueError for impossible options."""
+    plan = read(options)
+    if not torch.cuda.is_available():
+        raise ValueError("bench multi: needs GPUs, and there is none here")
+    if "RANK" in os.environ and "LOCAL_RANK" in os.environ:
+        records = _under_torchrun(plan, options.timeout)
+    else:
+        number = options.processes or torch.cuda.device_count()
+        if not 2 <= number <= torch.cuda.device_count():
+            raise ValueError(f"bench multi: {number} ranks on {torch.cuda.device_count()} GPUs: must be at least 2, one GPU each")
+        try:
+            records = run_ranks(run_rank, number, plan, device_type="cuda", timeout_s=options.timeout,
+                                name_of=lambda index: plan.sections[index])[0]
+        except RingFailure as error:
+            print(f"bench multi: {error}", flush=True)
+            return 1
+    if records is None:
+        return 0
+    print(f"\n{', '.join(f'{key} {value}' for key, value in environment().items())}")
+    print(table(records), flush=True)
+    save(plan.json, records)
+    if options.png:
+        draw(records, options.png)
+    return 0 if all(map(held, records)) else 1
+
+
+def held(record: dict) -> bool:
+    """Of a record that checks something: whether it held. One candidate among others may have failed, a section may not."""
+    if "candidate" not in record and record.get("failure") is not None:
+        return False
+    return record["section"] not in ("stress", "matrix") or record["ok"] in (True, record.get("cells"))
+
+
+def _under_torchrun(plan: Plan, timeout_s: float) -> list[dict] | None:
+    """This process is a rank already. Rank 0's records; None on the others."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", timeout=datetime.timedelta(seconds=timeout_s))
+    watchdog.start(min(timeout_s, 120.0))
+    rank = dist.get_rank()
+    records = run_rank(Rank(rank, dist.get_world_size(), device, [0] * dist.get_world_size()), plan)
+    watchdog.stop()
+    dist.destroy_process_group()
+    return records if rank == 0 else None
