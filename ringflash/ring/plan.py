@@ -89,8 +89,8 @@ class Plan:
     routing: "ring" (neighbour to neighbour) or "direct" (owner to reader). rows_by_routing: what each of the two would send in a
     forward. reason: why it is direct; "as demanded" where the routing was the caller's choice.
 
-    rotates: "kv", or "q": a plan for a backward in which the rows of q travel, with all that belongs to them. It is the plan of the
-    transposed mask, so that everything here holds of it with the roles exchanged: `layout` is that of the keys, which stay,
+    rotates: "kv", or "q": a plan for a backward in which the rows of q travel, with all that belongs to them. It is the plan of
+    the transposed mask, so that everything here holds of it with the roles exchanged: `layout` is that of the keys, which stay,
     `layout_k` that of the queries, dead_k are queries, and what is said of dkv holds of dq.
 
     dkv messages: the partial that the visit of step s wrote leaves in step s + 1, added to what the rank received in step s for
@@ -233,7 +233,9 @@ def build_plan(
     return _plans.get_or_make(key, lambda: _build(key, mask, layout, layout_k, lanes, routing))
 
 
-def _build(key: tuple, mask: Mask | TransposedMask, layout: Layout, layout_k: Layout, lanes: tuple[int, ...], routing: str) -> Plan:
+def _build(
+    key: tuple, mask: Mask | TransposedMask, layout: Layout, layout_k: Layout, lanes: tuple[int, ...], routing: str
+) -> Plan:
     size = layout.cp_size
     plan = Plan(key, mask, layout, layout_k, lanes)
     plan.reason = "" if routing == "auto" else "as demanded"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from ringflash import Layout, Mask, shard_batch, simulate, simulation
+from ringflash import Layout, Mask, ring_attention, shard_batch, simulate, simulation
 from ringflash.layout import KINDS
 from ringflash.ring import simulator
 from ringflash.ring.plan import PASSES, build_plan
@@ -87,6 +87,21 @@ def test_both_routings_equal_the_oracle_for_every_mask(routing, cp_size, monkeyp
         case = case_of(draw.choice(KINDS), cp_size, seq_len, **dict(mask_options(name, seq_len, draw)))
         assert max(errors(case).values()) < 1e-11, (case, errors(case))
     assert {plan.routing for plan in plans} == {routing}
+
+
+@pytest.mark.parametrize("options", (
+    dict(window_size=(3, 0), first_tokens=2), dict(prefix_lens=5, window_size=(2, 0)), dict(chunk_size=4, causal=False),
+    dict(cu_seqlens=(0, 4, 12), cu_seqlens_k=(0, 9, 15), prefix_lens=(0, 3))))
+def test_ring_attention_gets_every_option_through_the_spec_and_layouts_by_name_take_keys_of_other_lengths(options):
+    inputs = make_inputs(12, seq_len_k=15, heads=2, kv_heads=1, head_dim=4, dtype=torch.float64)
+    case = case_of("zigzag", 1, 12, 15, **options)
+    whole = run(ring_attention, inputs, mask=case.mask, kernel="reference")
+    ring = run(simulate, inputs, mask=case.mask, cp_size=3, layout="striped", layout_k="zigzag", kernel="reference")
+    allowed = torch.from_numpy(case.allowed)
+    truth = attention_oracle(inputs.q, inputs.k, inputs.v, dout=inputs.dout, dlse=inputs.dlse, allowed=allowed)
+    for name in whole:
+        assert torch.allclose(whole[name], getattr(truth, name), rtol=0, atol=1e-11)
+        assert torch.allclose(ring[name], getattr(truth, name), rtol=0, atol=1e-11)
 
 
 EDGES = {
@@ -230,7 +245,8 @@ def test_first_keys_that_the_window_covers_cost_no_visit_and_no_byte(kind, optio
     assert covered.mask.num_parts == 2
     for rank in range(4):
         for step in range(plain.num_steps):
-            ours, theirs = ([(v.owner, v.part, v.rows, v.num_pairs) for v in plan.visits(rank, step)] for plan in (covered, plain))
+            ours, theirs = ([(v.owner, v.part, v.rows, v.num_pairs) for v in plan.visits(rank, step)]
+                            for plan in (covered, plain))
             assert ours == theirs
     assert covered.messages("backward") == plain.messages("backward")
 

@@ -125,7 +125,8 @@ def test_the_plan_is_direct_where_that_sends_clearly_fewer_rows_and_no_step_is_w
 
 @pytest.mark.parametrize("kind", ("contiguous", "zigzag"))
 def test_a_dense_mask_or_a_window_sends_as_much_either_way_and_keeps_to_the_ring(kind):
-    several = (dict(), dict(causal=False), dict(window_size=(100, 0)), dict(prefix_lens=300), dict(window_size=(9, 0), first_tokens=4))
+    several = (
+        dict(), dict(causal=False), dict(window_size=(100, 0)), dict(prefix_lens=300), dict(window_size=(9, 0), first_tokens=4))
     for options in several:
         plan = build_plan(Mask(**options), Layout(kind, 1024, 8))
         assert plan.routing == "ring" and plan.rows_by_routing["ring"] == plan.rows_by_routing["direct"] > 0, options

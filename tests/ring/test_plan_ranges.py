@@ -7,7 +7,7 @@ import pytest
 from ringflash import Layout
 from ringflash.layout import KINDS
 from ringflash.ring import routes
-from ringflash.ring.ranges import Runs, ShardTable, num_rows, row_index, true_runs, union_of_intervals
+from ringflash.ring.ranges import Runs, ShardTable, num_rows, row_index, true_runs, union_of_intervals, union_of_sets
 
 
 def test_runs_of_true_are_ranges_of_indices_or_of_edges():
@@ -28,6 +28,31 @@ def test_union_of_monotone_intervals_is_the_union_of_their_members():
         members = sorted({x for f, s in zip(first, stop) for x in range(f, s)})
         assert row_index(tuple(map(tuple, union))).tolist() == members
         assert (union[:, 0] < union[:, 1]).all() and (union[1:, 0] > union[:-1, 1]).all()
+
+
+def test_union_of_sets_of_ranges_is_the_union_of_their_members_sorted_and_disjoint():
+    draw = random.Random(1)
+    for _ in range(300):
+        sets = []
+        for _ in range(2):
+            edges = sorted(draw.sample(range(30), 2 * draw.randint(0, 5)))
+            sets.append(np.array(edges, dtype=np.int64).reshape(-1, 2))
+        union = union_of_sets(*sets)
+        assert row_index(tuple(map(tuple, union))).tolist() == sorted({row for s in sets for row in row_index(tuple(map(tuple, s)))})
+        assert (union[:, 0] < union[:, 1]).all() and (union[1:, 0] > union[:-1, 1]).all()
+
+
+def test_direct_transfers_never_share_an_end_in_a_step_and_take_as_few_steps_as_distances_or_fewer():
+    draw = random.Random(2)
+    for _ in range(200):
+        size = draw.randint(2, 9)
+        pairs = [(owner, reader) for owner in range(size) for reader in range(size) if owner != reader]
+        chosen = [(*pair, draw.randint(1, 9)) for pair in draw.sample(pairs, draw.randint(0, len(pairs)))]
+        steps = routes._steps_of(chosen, size)
+        for end in (0, 1):
+            assert len({(transfer[end], step) for transfer, step in zip(chosen, steps)}) == len(chosen)
+        assert sorted(set(steps)) == list(range(1, max(steps, default=0) + 1))
+        assert max(steps, default=0) <= len({(reader - owner) % size for owner, reader, _ in chosen})
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -66,7 +91,7 @@ def test_reads_are_split_into_the_rows_of_their_owners(kind):
 
 
 def test_rows_between_the_reads_of_several_ranks_have_no_reader_and_do_not_travel():
-    # Today's masks leave no such gap inside a shard; prefixes and chunks of documents will.
+    # As prefixes and chunks of documents leave them.
     demand = routes.demand_of(0, 4, np.array([1, 2]), np.array([2, 9]), np.array([5, 12]))
     assert demand.edges.tolist() == [2, 5, 9, 12]
     assert demand.last[routes.UP].tolist() == [1, 0, 2] and demand.last[routes.DOWN].tolist() == [3, 0, 2]
