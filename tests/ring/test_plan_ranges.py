@@ -38,7 +38,8 @@ def test_union_of_sets_of_ranges_is_the_union_of_their_members_sorted_and_disjoi
             edges = sorted(draw.sample(range(30), 2 * draw.randint(0, 5)))
             sets.append(np.array(edges, dtype=np.int64).reshape(-1, 2))
         union = union_of_sets(*sets)
-        assert row_index(tuple(map(tuple, union))).tolist() == sorted({row for s in sets for row in row_index(tuple(map(tuple, s)))})
+        members = {row for ranges in sets for row in row_index(tuple(map(tuple, ranges)))}
+        assert row_index(tuple(map(tuple, union))).tolist() == sorted(members)
         assert (union[:, 0] < union[:, 1]).all() and (union[1:, 0] > union[:-1, 1]).all()
 
 
