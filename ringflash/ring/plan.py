@@ -203,7 +203,7 @@ def build_plan(
     mask: Mask, layout: Layout, layout_k: Layout | None = None, *, lanes: tuple[int, ...] = routes.LANES, routing: str = "auto",
     rotates: str = "kv",
 ) -> Plan:
-    """The plan of `mask` over q laid out by `layout` and k, v by `layout_k` (None: the same).
+    """The plan of `mask` over q laid out by `layout` and k, v by `layout_k` (None: the same); of whole ring shards.
 
     routing: "ring", "direct", or "auto": direct where that sends clearly fewer rows (Note [Ring or direct] in DESIGN.md).
     lanes: the directions that a ring may use, +1 towards higher ranks, -1 towards lower ones (one alone demands a ring). The plan
@@ -212,7 +212,7 @@ def build_plan(
     Plans are cached by content (the latest 64). Cost: O(S) for the mask, and then by ranges and ranks, not by rows.
     Raises ValueError when the layouts have different cp_size, or the mask does not fit their lengths.
     """
-    layout_k = layout if layout_k is None else layout_k
+    layout, layout_k = layout.ring, (layout if layout_k is None else layout_k).ring
     if layout.cp_size != layout_k.cp_size:
         sizes = f"layout has cp_size={layout.cp_size} but layout_k has cp_size={layout_k.cp_size}"
         raise ValueError(f"{sizes}: q and k share one ring")

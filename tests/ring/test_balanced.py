@@ -232,3 +232,8 @@ def test_20_batches_of_balanced_layouts_compile_at_most_twice():
         torch.testing.assert_close(compiled(q, k, v, layout=layout), ring_attention(q, k, v, layout=layout, kernel="reference"))
     assert counter.frame_count <= 2 and len(lengths) > 5
     torch._dynamo.reset()
+
+
+def test_a_plan_is_made_for_whole_ring_shards():
+    layout = Layout("balanced", 64, 2, Mask(cu_seqlens=[0, 20, 64]), ulysses_size=2)
+    assert build_plan(layout.masks[0], layout) is build_plan(layout.masks[0], layout.ring)
