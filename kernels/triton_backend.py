@@ -152,7 +152,7 @@ def warmup(
 
     The heads and batch are the run's own: what a kernel is specialised on is whether strides are multiples of 16, which may
     differ between a rank's own keys and those that arrive packed. (With batch > 1 and heads * head_dim no multiple of 16
-    the batch stride depends on the number of rows too, and a variant may be left for later.)
+    the batch stride depends on the number of rows too, and a variant may be left for later; so may that of a visit of one row.)
     """
     device = torch.device(device)
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
@@ -179,6 +179,21 @@ def warmup(
             for result in (None, out):
                 forward(q, k, v, intervals, softmax_scale=1.0, softcap=softcap, state=state, lse=lse, out=result, first=first)
         dk, dv = keys(torch.float32, packed)
-        for accumulate in (False, True):
-            backward(out, q, k, v, lse, row_sums, intervals, softmax_scale=1.0, softcap=softcap, dq=dq, dk=dk, dv=dv,
-                     accumulate_dq=accumulate, accumulate_dkv=accumulate, deterministic=deterministic)
+        # Own queries meet keys that arrived, or, where the Q side rotates, the other way round.
+        for arrived in (False, True)[: 1 if packed else 2]:
+            visit_q, visit_dout, visit_dq = _arrived_queries(q, out, lse, dq) if arrived else (q, out, dq)
+            for accumulate in (False, True):
+                backward(visit_dout, visit_q, k, v, lse, row_sums, intervals, softmax_scale=1.0, softcap=softcap, dq=visit_dq,
+                         dk=dk, dv=dv, accumulate_dq=accumulate, accumulate_dkv=accumulate, deterministic=deterministic)
+
+
+def _arrived_queries(q: Tensor, dout: Tensor, lse: Tensor, dq: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, dout, dq with the strides that they have where the Q side rotates: q and dout lie in rows of bytes with lse and delta,
+    each section at a multiple of 16 bytes, a row of 64, and dq in [rows, B, Hq, D]."""
+    sections = [x.numel() // q.shape[1] * x.element_size() for x in (q, dout, lse, lse)]
+    starts = [sum(-(-size // 16) * 16 for size in sections[:i]) for i in range(5)]
+    rows = torch.zeros((q.shape[1], -(-starts[4] // 64) * 64), dtype=torch.uint8, device=q.device)
+    q_view, dout_view = (
+        rows[:, start:start + size].view(x.dtype).unflatten(1, (x.shape[0], *x.shape[2:])).transpose(0, 1)
+        for x, start, size in zip((q, dout), starts, sections))
+    return q_view, dout_view, torch.zeros_like(dq.transpose(0, 1), memory_format=torch.contiguous_format).transpose(0, 1)
