@@ -244,7 +244,10 @@ def _build(
     needs = []
     for rank in range(size):
         ends = [_bounds(mask, layout, layout_k, rank, part) for part in range(mask.num_parts)]
-        plan._dead_q.append(ranges.true_runs(np.logical_and.reduce([first == stop for first, stop in ends])))
+        is_dead = ends[0][0] == ends[0][1]
+        for first, stop in ends[1:]:
+            is_dead &= first == stop
+        plan._dead_q.append(ranges.true_runs(is_dead))
         unions = [ranges.union_of_intervals(first, stop) for first, stop in ends]
         for of_part, union in zip(reads, unions):
             of_part.append(table.rows_of_owners(union))
