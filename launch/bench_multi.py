@@ -24,7 +24,7 @@ from ringflash.launch.check_spawn import Rank, RingFailure, run_ranks
 from ringflash.launch.check_table import environment
 from ringflash.ring import watchdog
 
-SECTIONS = ("stress", "matrix", "link", "overlap", "nccl", "ring")
+SECTIONS = ("stress", "matrix", "link", "overlap", "nccl", "ring", "trace")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Plan:
     dtypes: tuple[str, ...]
     repeats: int
     json: str | None
+    trace: str | None
 
 
 def add_parser(what: argparse._SubParsersAction) -> None:
@@ -65,6 +66,7 @@ def add_parser(what: argparse._SubParsersAction) -> None:
     sub.add_argument("--repeats", type=int, default=5)
     sub.add_argument("--timeout", type=float, default=3600.0, help="seconds for everything")
     sub.add_argument("--json", default=None, metavar="PATH", help="every record; written as they come")
+    sub.add_argument("--trace", default=None, metavar="PREFIX", help="PREFIX-nccl.json, PREFIX-copy.json: traces at 8,192 rows")
     sub.add_argument("--png", default=None, metavar="PREFIX", help="PREFIX-links.png, PREFIX-overlap.png, PREFIX-ring.png")
 
 
@@ -76,7 +78,7 @@ def read(options: argparse.Namespace) -> Plan:
     def numbers(text: str) -> tuple[int, ...]:
         return tuple(map(int, words(text)))
 
-    sections = words(options.sections)
+    sections = tuple(name for name in words(options.sections) if name != "trace" or options.trace)
     if unknown := [name for name in sections if name not in SECTIONS]:
         raise ValueError(f"--sections={unknown[0]}: unknown; valid: {', '.join(SECTIONS)}")
     exchanges = words(options.exchanges)
@@ -84,7 +86,7 @@ def read(options: argparse.Namespace) -> Plan:
         raise ValueError(f"--exchanges={options.exchanges}: valid are nccl, copy")
     return Plan(sections, exchanges, options.kernel, numbers(options.rows), numbers(options.hop_rows), numbers(options.sizes_mib),
                 numbers(options.channels), numbers(options.spare_sms), options.peers_up_to, options.steps, words(options.kernels),
-                words(options.dtypes), options.repeats, options.json)
+                words(options.dtypes), options.repeats, options.json, options.trace)
 
 
 def run_rank(rank: Rank, plan: Plan) -> list[dict]:
@@ -109,6 +111,7 @@ def run_rank(rank: Rank, plan: Plan) -> list[dict]:
                                                      **timed),
         "ring": lambda: bench_multi_ring.bench(plan.exchanges, plan.rows, plan.kernel, device, say,
                                                peers_up_to=plan.peers_up_to, **timed),
+        "trace": lambda: bench_multi_ring.trace(plan.exchanges, 8192, plan.kernel, device, plan.trace),
     }
     for index, section in enumerate(plan.sections):
         rank.at(index)
@@ -160,7 +163,9 @@ def held(record: dict) -> bool:
     """Of a record that checks something: whether it held. One candidate among others may have failed, a section may not."""
     if "candidate" not in record and record.get("failure") is not None:
         return False
-    return record["section"] not in ("stress", "matrix") or record["ok"] in (True, record.get("cells"))
+    if record["section"] == "matrix":
+        return record["ok"] == record["cells"]
+    return record["section"] != "stress" or record["ok"]
 
 
 def _under_torchrun(plan: Plan, timeout_s: float) -> list[dict] | None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ringflash import Layout, Mask
 from ringflash.kernels import dispatch
-from ringflash.launch.bench_multi_timing import Task, interleaved_ms
+from ringflash.launch.bench_multi_timing import Task, Timing, interleaved
 from ringflash.ring import loop
 from ringflash.ring.carriers import make_carrier
 from ringflash.ring.exchange import warm_up
@@ -50,9 +50,9 @@ def bandwidth(exchanges: Sequence[str], sizes_mib: Sequence[int], device: torch.
     for size in sizes_mib:
         rows = (size << 20) // ROW_BYTES
         tasks = {name: Task(Hop(name, rows, device).run) for name in exchanges}
-        for name, ms in interleaved_ms(tasks, device, repeats=repeats, at_least_ms=4.0).items():
-            records.append({"section": "link", "carrier": name, "bytes": rows * ROW_BYTES, "rows": rows, "ms": ms,
-                            "gb_per_s": rows * ROW_BYTES / ms / 1e6})
+        for name, found in interleaved(tasks, device, repeats=repeats, at_least_ms=4.0).items():
+            records.append({"section": "link", "carrier": name, "bytes": rows * ROW_BYTES, "rows": rows, "ms": found.gpu_ms,
+                            "host_ms": found.host_ms, "gb_per_s": rows * ROW_BYTES / found.gpu_ms / 1e6})
             say(records[-1])
     return records
 
@@ -89,7 +89,7 @@ def overlap(exchanges: Sequence[str], rows_list: Sequence[int], kernel: str, dev
         for name, hop in hops.items():
             tasks[f"hop {name}"] = Task(hop.run)
             tasks[f"both {name}"] = Task(_both(hop, compute))
-        found = interleaved_ms(tasks, device, repeats=repeats, at_least_ms=at_least_ms)
+        found = interleaved(tasks, device, repeats=repeats, at_least_ms=at_least_ms, most=24)
         for name in exchanges:
             records.append(_record("overlap", name, rows, compute, found["kernel"], found[f"hop {name}"], found[f"both {name}"]))
             say(records[-1])
@@ -105,10 +105,12 @@ def _both(hop: Hop, compute: Kernel, spare_sms: int = 0) -> Callable[[], None]:
     return run
 
 
-def _record(section: str, name: str, rows: int, compute: Kernel, kernel_ms: float, hop_ms: float, both_ms: float) -> dict:
-    return {"section": section, "carrier": name, "rows": rows, "kernel": compute.backend.name, "kernel_ms": kernel_ms,
-            "hop_ms": hop_ms, "both_ms": both_ms, "added": both_ms / kernel_ms - 1,
-            "hidden": 1 - max(0.0, both_ms - kernel_ms) / hop_ms, "kernel_tflops": compute.flops / kernel_ms / 1e9}
+def _record(section: str, name: str, rows: int, compute: Kernel, kernel: Timing, hop: Timing, both: Timing) -> dict:
+    added_ms = both.gpu_ms - kernel.gpu_ms
+    return {"section": section, "carrier": name, "rows": rows, "kernel": compute.backend.name, "kernel_ms": kernel.gpu_ms,
+            "hop_ms": hop.gpu_ms, "both_ms": both.gpu_ms, "added": added_ms / kernel.gpu_ms,
+            "hidden": 1 - max(0.0, added_ms) / hop.gpu_ms, "kernel_tflops": compute.flops / kernel.gpu_ms / 1e9,
+            "host_ms": {"kernel": kernel.host_ms, "hop": hop.host_ms, "both": both.host_ms}}
 
 
 def nccl_sweep(channels: Sequence[int], rows: int, kernel: str, device: torch.device, say: Say, *, repeats: int,
@@ -130,7 +132,7 @@ def nccl_sweep(channels: Sequence[int], rows: int, kernel: str, device: torch.de
                 hop = Hop("nccl", rows, device, group)
                 tasks = {"kernel": Task(compute.run), "hop": Task(hop.run)}
                 tasks |= {f"both {spare}": Task(_both(hop, compute, spare)) for spare in spare_sms}
-                found = interleaved_ms(tasks, device, repeats=repeats, at_least_ms=12.0)
+                found = interleaved(tasks, device, repeats=repeats, at_least_ms=12.0, most=24)
                 for spare in spare_sms:
                     record = _record("nccl", f"{count or 'default'} channels", rows, compute, found["kernel"], found["hop"],
                                      found[f"both {spare}"])

@@ -14,7 +14,7 @@ from ringflash import Layout, Mask, ring_attention
 from ringflash.kernels import dispatch
 from ringflash.launch.bench_kernels import BACKWARD_FLOPS
 from ringflash.launch.bench_multi_links import DTYPE, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, Say
-from ringflash.launch.bench_multi_timing import Task, interleaved_ms
+from ringflash.launch.bench_multi_timing import Task, interleaved
 from ringflash.ring import loop
 from ringflash.ring.plan import build_plan
 
@@ -134,7 +134,7 @@ class Peer:
 
 
 def bench(exchanges: Sequence[str], rows_list: Sequence[int], kernel: str, device: torch.device, say: Say, *, repeats: int,
-          peers_up_to: int, at_least_ms: float = 25.0) -> list[dict]:
+          peers_up_to: int, at_least_ms: float = 50.0) -> list[dict]:
     """One record per rows and candidate: milliseconds, TFLOP/s per GPU, and the share of one GPU's kernel at equal work."""
     records, group, size = [], dist.group.WORLD, dist.get_world_size()
     for rows in rows_list:
@@ -152,23 +152,39 @@ def bench(exchanges: Sequence[str], rows_list: Sequence[int], kernel: str, devic
                 failures[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         tasks = {(name, which): Task(getattr(run, which), getattr(run, "around", None))
                  for name, run in runs.items() for which in ("forward", "both")}
-        found = interleaved_ms(tasks, device, repeats=repeats, at_least_ms=at_least_ms)
+        found = interleaved(tasks, device, repeats=repeats, at_least_ms=at_least_ms)
         base = {}
         for name in (*runs, *failures):
             record = {"section": "ring", "candidate": name, "rows": rows, "cp_size": size, "failure": failures.get(name)}
             if name not in failures:
                 pairs = alone * (alone + 1) / 2 if name == "one GPU" else rows * size * (rows * size + 1) / 2 / size
                 flops = 4.0 * pairs * HEAD_DIM * NUM_HEADS
-                forward, both = found[name, "forward"], found[name, "both"]
+                forward, both = (found[name, which].gpu_ms for which in ("forward", "both"))
                 rates = {"forward": flops / forward / 1e9, "both": (1 + BACKWARD_FLOPS) * flops / both / 1e9,
                          "backward": BACKWARD_FLOPS * flops / (both - forward) / 1e9}
                 base = base or rates
                 record |= {"forward_ms": forward, "both_ms": both, **{f"{k}_tflops": rate for k, rate in rates.items()},
                            **{f"{k}_of_one_gpu": rate / base[k] for k, rate in rates.items()}}
                 record["kernel"] = runs["visits"].backend.name if name not in PEERS else name.split()[-1]
-                record["difference"] = differs.get(name)
+                record |= {"difference": differs.get(name), "host_ms": found[name, "both"].host_ms}
             records.append(record)
             say(record)
         del runs, tasks
         torch.cuda.empty_cache()
     return records
+
+
+def trace(exchanges: Sequence[str], rows: int, kernel: str, device: torch.device, prefix: str) -> None:
+    """PREFIX-CARRIER.json of rank 0: a Chrome trace of three forwards and backwards in a row, with kernels, copies and ranges."""
+    for name in exchanges:
+        run = Ours(rows, device, kernel, name, dist.group.WORLD)
+        run.both()
+        torch.cuda.synchronize(device)
+        dist.barrier(device_ids=[device.index])
+        with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profiler:
+            for call in range(3):
+                with torch.profiler.record_function(f"ring {name} call {call}"):
+                    run.both()
+            torch.cuda.synchronize(device)
+        if dist.get_rank() == 0:
+            profiler.export_chrome_trace(f"{prefix}-{name}.json")

@@ -4,63 +4,70 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import statistics
+import time
 from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
 
-LEAD_CYCLES = 4_000_000                     # about 2 ms of GPU time in which the host queues the first runs
+CYCLES_PER_MS = 2_000_000                   # of torch.cuda._sleep; more than any clock here, so never too short a lead
+MAX_LEAD_MS = 400.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
     """run(): queues one repetition on the current stream. around: entered before a sample and left after it, untimed."""
     run: Callable[[], None]
-    around: Callable[[], object] | None = None
+    around: Callable[[], contextlib.AbstractContextManager] | None = None
+
+    def entered(self) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext() if self.around is None else self.around()
 
 
-def sample_ms(task: Task, times: int, device: torch.device) -> float:
-    """Milliseconds of one of `times` runs that are queued behind each other, on this rank's stream.
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one run: on the GPU, and of the host that queues it (all that it takes where the GPU waits for the host)."""
+    gpu_ms: float
+    host_ms: float
 
-    The GPU is kept busy while the first runs are queued, so the host's latency is not in it as long as it keeps ahead; one run
-    stands before the clock starts, in which the ranks meet.
-    """
+
+def sample(task: Task, times: int, lead_ms: float, device: torch.device) -> Timing:
+    """One of `times` runs that are queued behind each other. The GPU sleeps for lead_ms while the first ones are queued; one run
+    stands before the clock starts, in which the ranks meet. Of the slowest rank."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize(device)
-    dist.barrier()
-    torch.cuda._sleep(LEAD_CYCLES)
+    dist.barrier(device_ids=[device.index])
+    torch.cuda._sleep(int(lead_ms * CYCLES_PER_MS))
+    start = time.perf_counter()
     task.run()
     begin.record()
     for _ in range(times):
         task.run()
     end.record()
+    host_ms = (time.perf_counter() - start) * 1e3 / (times + 1)
     torch.cuda.synchronize(device)
-    return begin.elapsed_time(end) / times
+    both = torch.tensor([begin.elapsed_time(end) / times, host_ms], device=device)
+    dist.all_reduce(both, op=dist.ReduceOp.MAX)
+    return Timing(*both.tolist())
 
 
-def interleaved_ms(tasks: Mapping[str, Task], device: torch.device, *, repeats: int, at_least_ms: float, most: int = 40
-                   ) -> dict[str, float]:
-    """Median over `repeats` samples of each task, every round one sample of each; a sample is the time of the slowest rank.
+def interleaved(tasks: Mapping, device: torch.device, *, repeats: int, at_least_ms: float, most: int = 40) -> dict:
+    """Medians over `repeats` samples of each task, every round one sample of each. {name: Timing}.
 
-    A sample has as many runs as take at_least_ms, at most `most`. Every rank must call this with the same tasks.
+    A sample has as many runs as take at_least_ms, at most `most`, and a lead that keeps the host ahead of the GPU to its end.
+    Every rank must call this with the same tasks.
     """
-    times, samples = {}, {name: [] for name in tasks}
+    shapes, samples = {}, {name: [] for name in tasks}
     for name, task in tasks.items():
-        with _around(task):
-            single = _slowest(sample_ms(task, 1, device), device)       # warms up, too
-        times[name] = max(1, min(most, round(at_least_ms / max(single, 1e-3))))
+        with task.entered():
+            sample(task, 1, 0.0, device)                                    # compiles, allocates
+            first = sample(task, 2, 30.0, device)
+        times = max(1, min(most, round(at_least_ms / max(first.gpu_ms, 1e-3))))
+        behind_ms = (times + 2) * first.host_ms - times * first.gpu_ms      # how far the host would fall behind
+        shapes[name] = times, min(MAX_LEAD_MS, 1.0 + max(3 * first.host_ms, 1.5 * behind_ms))
     for _ in range(repeats):
         for name, task in tasks.items():
-            with _around(task):
-                samples[name].append(_slowest(sample_ms(task, times[name], device), device))
-    return {name: statistics.median(found) for name, found in samples.items()}
-
-
-def _around(task: Task):
-    return contextlib.nullcontext() if task.around is None else task.around()
-
-
-def _slowest(value: float, device: torch.device) -> float:
-    slowest = torch.tensor([value], device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return float(slowest)
+            with task.entered():
+                samples[name].append(sample(task, *shapes[name], device))
+    return {name: Timing(*(statistics.median(getattr(one, which) for one in found) for which in ("gpu_ms", "host_ms")))
+            for name, found in samples.items()}
