@@ -97,7 +97,7 @@ def test_the_devices_tanh_is_accurate_to_a_few_roundings():
     _tanh_kernel[(2 * count // 1024,)](x, value, slope, BLOCK=1024)
     exact = x.double()
     t, s = torch.tanh(exact), 1 / torch.cosh(exact) ** 2
-    assert bool(((value - t).abs() <= 8.0 * 2**-24 * t.abs()).all())
+    assert bool(((value - t).abs() <= 10.0 * 2**-24 * t.abs()).all())
     normal = exact.abs() < 43
     assert bool(((slope - s).abs() <= (20 + 2.5 * exact.abs()) * 2**-24 * s)[normal].all())
 
@@ -113,8 +113,9 @@ def test_pointers_give_what_descriptors_give(head_dim, monkeypatch):
 
 
 def test_forward_is_bitwise_repeatable_and_backward_too_when_deterministic():
-    for bounds in ("causal", "documents"):
-        repeated = case(2049, 2049, heads=4, kv_heads=2, bounds=bounds, visits=2, deterministic=True)
+    capped = dict(softcap=20.0, head_dim=192, head_dim_v=128)
+    for bounds, changes in (("causal", {}), ("documents", {}), ("causal", capped)):
+        repeated = case(2049, 2049, heads=4, kv_heads=2, bounds=bounds, visits=2, deterministic=True, **changes)
         want, _ = run(triton_backend, repeated, torch.device("cuda"))
         for _ in range(30):
             got, _ = run(triton_backend, repeated, torch.device("cuda"))

@@ -33,9 +33,15 @@ def test_a_named_kernel_is_that_kernel(kernel):
     assert choose(kernel).name == kernel
 
 
-def test_the_hopper_kernel_is_refused_as_not_built_yet():
+def test_a_kernel_whose_module_is_not_written_is_refused_as_not_built_yet(monkeypatch):
+    monkeypatch.setitem(dispatch._MODULES, "hopper", None)
     with pytest.raises(RuntimeError, match="hopper.*not built yet"):
         choose("hopper")
+
+
+def test_the_hopper_kernel_is_refused_without_a_gpu():
+    with pytest.raises(RuntimeError, match="kernel='hopper' is not available"):
+        choose("hopper", dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(

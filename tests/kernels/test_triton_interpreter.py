@@ -17,11 +17,11 @@ if not INTERPRETED:
     from ringflash.kernels.triton_support import interpreter_problem
 
     @pytest.mark.skipif(interpreter_problem() is not None, reason=str(interpreter_problem()))
-    @pytest.mark.timeout(300)
+    @pytest.mark.timeout(600)
     def test_triton_kernels_match_the_fp64_oracle_on_the_interpreter():
         done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
                               env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-                              timeout=280)
+                              timeout=580)
         assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
         assert " passed" in done.stdout
 
