@@ -179,13 +179,13 @@ else:
                               deterministic=deterministic, head_dim_v=head_dim_v, softcap=softcap)
         compiled = set(seen)
         seen.clear()
-        for layout, cp_size, mask in (("zigzag", 1, {}), ("zigzag", 3, {"window_size": (3, 0)}),
-                                      ("contiguous", 2, {"causal": False})):
+        for layout, cp_size, mask, rotate in (("zigzag", 1, {}, "kv"), ("zigzag", 3, {"window_size": (3, 0)}, "kv"),
+                                              ("contiguous", 2, {"causal": False}, "kv"), ("zigzag", 3, {"causal": False}, "q")):
             # Sinks begin with a state: a single rank then launches what else only a ring does.
             inputs = make_inputs(16 if cp_size == 2 else 31, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
                                  head_dim_v=head_dim_v, dtype=torch.bfloat16, sinks=torch.float32 if softcap else None)
             run(simulate, inputs, cp_size=cp_size, layout=layout, kernel="triton", deterministic=deterministic, softcap=softcap,
-                **mask)
+                rotate=rotate, **mask)
         # What depends on S, which a warm-up cannot know: the batch stride where heads * head_dim is no multiple of 16, and there
         # also a visit of a single row.
         assert len(compiled) >= 6 and seen <= compiled, seen - compiled
