@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 LAYOUTS = ("contiguous", "zigzag", "striped", "balanced", "auto")
 KERNELS = ("auto", "hopper", "triton", "cpu", "reference")
 EXCHANGES = ("auto", "copy", "nccl", "gloo")
+ROTATES = ("auto", "kv", "q")
 OPTIMIZERS = ("adamw", "sgd")
 DTYPES = ("auto", "fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -60,6 +61,7 @@ class AttentionConfig:
     layout: str = "zigzag"
     kernel: str = "auto"
     exchange: str = "auto"
+    rotate: str = "auto"  # what goes round in the backward: kv, or q (the Q side); auto: whichever sends fewer bytes
     window_size: list[int] = field(default_factory=lambda: [-1, -1])  # (left, right), -1: unlimited
     deterministic: bool = False
 
@@ -258,7 +260,7 @@ def _data(cfg: Config) -> list[str]:
 def _attention(cfg: Config) -> list[str]:
     a = cfg.attention
     problems = _one_of("attention.layout", a.layout, LAYOUTS) + _one_of("attention.kernel", a.kernel, KERNELS)
-    problems += _one_of("attention.exchange", a.exchange, EXCHANGES)
+    problems += _one_of("attention.exchange", a.exchange, EXCHANGES) + _one_of("attention.rotate", a.rotate, ROTATES)
     window = list(a.window_size)
     if len(window) != 2:
         return [*problems, f"attention.window_size={window}: two numbers, [left, right]; e.g. [{max([*window, 0])},0]"]
