@@ -49,7 +49,7 @@ def query_sections(
     for num_bytes in per_head:
         offsets.append(-(-end // _PART_BYTES) * _PART_BYTES)
         end = offsets[-1] + batch * num_heads * num_bytes
-    return tuple(offsets), -(-end // _ROW_BYTES) * _ROW_BYTES
+    return tuple(offsets), max(-(-end // _ROW_BYTES), 1) * _ROW_BYTES  # also of a batch of none: its strides are those of bytes
 
 
 @dataclass(frozen=True)
@@ -94,4 +94,5 @@ def _choose(plan: Plan, heads: Heads, rotate: str) -> Rotation:
     if rotate != "auto":
         return Rotation(plans[side], sent, f"{reason}, as demanded")
     other = "q" if side == "kv" else "kv"
-    return Rotation(plans[side], sent, f"{reason} ({_NAMES[other]}: {sent[other]:,}, {sent[other] / sent[side]:.2f}x)")
+    ratio = sent[other] / max(sent[side], 1)                # 0 bytes: a batch of none
+    return Rotation(plans[side], sent, f"{reason} ({_NAMES[other]}: {sent[other]:,}, {ratio:.2f}x)")

@@ -228,6 +228,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     if options.heads is not None:
         num_heads, num_kv_heads, head_dim = options.heads
+        if min(options.heads) < 1 or num_heads % num_kv_heads:
+            parser.error(f"--heads {num_heads} {num_kv_heads} {head_dim}: HKV must divide HQ, and all must be >= 1")
         rotation = choose(plan, Heads(1, num_heads, num_kv_heads, head_dim, itemsize=2), options.rotate)
         print(f"{num_heads} query and {num_kv_heads} kv heads of {head_dim}: {rotation.reason}")
         if options.pass_ == "backward":

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ringflash import Layout, Mask, ring_attention, shard, simulate
 from ringflash.kernels import dispatch
 from ringflash.layout import KINDS
-from ringflash.ring import signal_simulator, simulator, travel
+from ringflash.ring import show, signal_simulator, simulator, travel
 from ringflash.ring.exchange import record_traffic
 from ringflash.ring.loopback import Loopback
 from ringflash.ring.plan import build_plan
@@ -212,6 +212,43 @@ def test_auto_counts_what_travels_not_heads_alone_and_a_demand_is_obeyed():
         choose(plan, heads, "k")
     with pytest.raises(ValueError, match="rotates='auto': valid are kv, q"):
         build_plan(Mask(), Layout("zigzag", 64, 4), rotates="auto")
+
+
+def test_the_plan_as_text_says_what_rotates_and_why(capsys):
+    ring = ["--seq-len", "64", "--cp-size", "4", "--heads"]
+    show.main([*ring, "8", "8", "64", "--pass", "backward"])
+    said = capsys.readouterr().out
+    assert "8 query and 8 kv heads of 64: q, dout, lse, delta and dQ rotate in the backward" in said and "(K, V, dK and dV: " in said
+    assert "the Q side rotates: zigzag, 64 tokens on 4 ranks, Mask(causal=True)" in said and "grad" in said
+    show.main([*ring, "8", "2", "64", "--summary"])
+    assert "kv heads of 64: K, V, dK and dV rotate in the backward" in capsys.readouterr().out
+    show.main([*ring, "8", "2", "64", "--rotate", "q", "--summary"])
+    assert "bytes, as demanded" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        show.main([*ring, "8", "3", "64"])
+
+
+@pytest.mark.parametrize("rotate", ("kv", "q", "auto"))
+def test_a_batch_of_none_and_rows_of_none_are_legal(rotate):
+    for batch, seq_len, seq_len_k in ((0, 8, 8), (2, 1, 5), (1, 5, 1)):
+        inputs = make_inputs(seq_len, seq_len_k=seq_len_k, batch=batch, heads=2, kv_heads=2)
+        ours = run(simulate, inputs, cp_size=4, layout="contiguous", kernel="reference", rotate=rotate)
+        assert ours["dq"].shape == inputs.q.shape
+        assert batch == 0 or not judge(ours, inputs)
+
+
+@pytest.mark.parametrize("kernel", ("reference", "cpu"))
+def test_the_error_does_not_grow_with_the_ring_in_bf16(kernel):
+    inputs = make_inputs(256, head_dim=32, dtype=torch.bfloat16)
+    double = Inputs(*(x.double() for x in (inputs.q, inputs.k, inputs.v, inputs.dout, inputs.dlse)))
+    exact = run(simulate, double, cp_size=1, kernel="reference")
+
+    def rms(cp_size):
+        ours = run(simulate, inputs, cp_size=cp_size, kernel=kernel, rotate="q")
+        return {name: float((ours[name].double() - exact[name]).square().mean().sqrt()) for name in GRADIENTS}
+
+    alone, ring = rms(1), rms(8)
+    assert all(ring[name] <= 1.1 * alone[name] for name in alone), (alone, ring)
 
 
 class _Strangers(Loopback):
