@@ -15,6 +15,7 @@ ROTATES = ("auto", "kv", "q")
 OPTIMIZERS = ("adamw", "sgd")
 DTYPES = ("auto", "fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
+LAYERS = ("global", "window", "chunk")
 # What exists as a name and is still to be built: refused by name, so that nobody takes a typo for a missing feature.
 LATER = {"train.dtype": ("fp16",)}
 MAX_HEAD_DIM = 256
@@ -63,6 +64,10 @@ class AttentionConfig:
     exchange: str = "auto"
     rotate: str = "auto"  # what goes round in the backward: kv, or q (the Q side); auto: whichever sends fewer bytes
     window_size: list[int] = field(default_factory=lambda: [-1, -1])  # (left, right), -1: unlimited
+    first_tokens: int = 0  # of each document: seen also where the window has left them
+    chunk_size: int | None = None  # tokens of a "chunk" layer see their own chunk only
+    # What the layers see, repeated over them: "global", "window" (window_size) or "chunk". []: window_size in every layer.
+    layers: list[str] = field(default_factory=list)
     deterministic: bool = False
 
 
@@ -270,7 +275,43 @@ def _attention(cfg: Config) -> list[str]:
                         f"nearest: [{max(left, -1)},{max(right, -1)}]")
     elif right > 0:
         problems.append(f"attention.window_size={window}: attention is causal, so right is 0 or -1; nearest: [{left},0]")
+    return problems + _layers(cfg, left)
+
+
+def _layers(cfg: Config, left: int) -> list[str]:
+    a, kinds = cfg.attention, list(cfg.attention.layers)
+    problems = []
+    for kind in dict.fromkeys(kinds):
+        problems += _one_of("attention.layers", kind, LAYERS)
+    depth = cfg.model.num_layers
+    if len(kinds) > depth >= 1:
+        problems.append(f"attention.layers={_listed(kinds)}: {len(kinds)} kinds, of which model.num_layers={depth} layers take the "
+                        f"first {depth}; nearest: {_listed(kinds[:depth])}, or model.num_layers={len(kinds)}")
+    if "window" in kinds and left == -1:
+        problems.append(f"attention.layers={_listed(kinds)}: a window layer needs a window, attention.window_size has left=-1; "
+                        "nearest: attention.window_size=[1023,0], or global layers")
+    if kinds and "window" not in kinds and left >= 0:
+        problems.append(f"attention.window_size={list(a.window_size)}: no layer of attention.layers={_listed(kinds)} takes it; "
+                        "nearest: [-1,-1], or a window layer")
+    if a.chunk_size is not None and a.chunk_size < 1:
+        problems.append(f"attention.chunk_size={a.chunk_size}: must be at least 1, or null; nearest: 1")
+    if "chunk" in kinds and a.chunk_size is None:
+        problems.append(f"attention.layers={_listed(kinds)}: a chunk layer needs attention.chunk_size, e.g. "
+                        "attention.chunk_size=8192")
+    if "chunk" not in kinds and a.chunk_size is not None:
+        problems.append(f"attention.chunk_size={a.chunk_size}: no layer of attention.layers={_listed(kinds)} takes it; "
+                        "nearest: null, or attention.layers=[chunk]")
+    if a.first_tokens < 0:
+        problems.append(f"attention.first_tokens={a.first_tokens}: must be at least 0; nearest: 0")
+    elif a.first_tokens and left == -1:
+        problems.append(f"attention.first_tokens={a.first_tokens}: kept beside a window, attention.window_size has left=-1; "
+                        "nearest: 0, or attention.window_size=[1023,0]")
     return problems
+
+
+def _listed(words: list[str]) -> str:
+    """As it is written on a command line."""
+    return f"[{','.join(words)}]"
 
 
 def _optim(cfg: Config) -> list[str]:

@@ -117,12 +117,12 @@ class SelfAttention(nn.Module):
         self.options = {"softcap": config.softcap} if config.softcap else {}
         self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout, mask=None) -> Tensor:
         """x [B, S, dim], cos, sin fp32 [S, D // 2] -> [B, S, dim]."""
         # The head count is read from the weights, so that x with zero rows has a shape too.
         q, k, v = (w(x).unflatten(-1, (w.out_features // self.head_dim, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         options = self.options if self.sinks is None else {**self.options, "sinks": self.sinks}
-        out = self.attention(rope_rotate(q, cos, sin), rope_rotate(k, cos, sin), v, layout=layout, **options)
+        out = self.attention(rope_rotate(q, cos, sin), rope_rotate(k, cos, sin), v, layout=layout, mask=mask, **options)
         return self.wo(out.flatten(-2))
 
 
@@ -147,8 +147,8 @@ class Layer(nn.Module):
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
         self.ffn = FeedForward(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin, layout)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout, mask=None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, layout, mask)
         return x + self.ffn(self.ffn_norm(x))
 
 
@@ -204,7 +204,10 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor, labels: Tensor | None = None, *, layout=None) -> Tensor:
         """tokens int64 [B, S] and their positions int64 [S] (S = 0 is legal) -> hidden [B, S, dim] after the last norm, or with
-        labels int64 [B, S] (-100: no label) the sum of the losses of valid rows, an fp32 scalar. layout goes to attention as is.
+        labels int64 [B, S] (-100: no label) the sum of the losses of valid rows, an fp32 scalar.
+
+        layout goes to attention as is. Where it has several masks, they repeat over the layers: layer i has layout.masks[i % n],
+        so that all kinds of layer share one layout and one batch. With one mask (or none) attention takes the layout's own.
 
         Raises ValueError for tokens, positions and labels whose shapes do not fit.
         """
@@ -215,7 +218,8 @@ class Transformer(nn.Module):
         # Once per forward, for all layers.
         cos, sin = rope_cos_sin(positions, self.config.resolved_head_dim, self.config.rope_base)
         x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x, cos, sin, layout)
+        masks = getattr(layout, "masks", ())
+        for index, layer in enumerate(self.layers):
+            x = layer(x, cos, sin, layout, masks[index % len(masks)] if len(masks) > 1 else None)
         hidden = self.norm(x)
         return hidden if labels is None else self.head(hidden, labels)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ringflash import Mask, ring_attention, shard_batch
-from ringflash.config import Config
+from ringflash.config import AttentionConfig, Config
 from ringflash.kernels import dispatch
 from ringflash.model import ModelConfig, Transformer
 from ringflash.sharding import ShardedBatch
@@ -55,6 +55,15 @@ def select_kernel(cfg: Config, device: torch.device) -> dispatch.Backend:
 
 def model_config(cfg: Config) -> ModelConfig:
     return ModelConfig(**dataclasses.asdict(cfg.model))
+
+
+def layer_masks(attention: AttentionConfig) -> tuple[Mask, ...]:
+    """One mask per kind in attention.layers, in that order, as they repeat over the layers of the model; without documents."""
+    window = Mask(window_size=tuple(attention.window_size), first_tokens=attention.first_tokens)
+    kinds = {"global": Mask(), "window": window}
+    if attention.chunk_size is not None:
+        kinds["chunk"] = Mask(chunk_size=attention.chunk_size)
+    return tuple(kinds[kind] for kind in attention.layers or ["window"])
 
 
 class Trainer:
@@ -128,7 +137,7 @@ class Trainer:
     def shard(self, batch: dict) -> ShardedBatch:
         """This rank's rows of a micro-batch of its ring; all ranks of the ring agree on mask, layout and batch here."""
         attention, world = self.cfg.attention, self.world
-        return shard_batch(batch, attention.layout, group=world.cp_group, masks=Mask(window_size=tuple(attention.window_size)),
+        return shard_batch(batch, attention.layout, group=world.cp_group, masks=layer_masks(attention),
                            device=world.device)
 
     def count_valid(self, shards: list[ShardedBatch]) -> int:

@@ -45,6 +45,21 @@ RULES = [
      "unlimited; nearest: [-1,0]"),
     (dict(attention__window_size=[8, 3]), 1, "attention.window_size=[8, 3]: attention is causal, so "
      "right is 0 or -1; nearest: [8,0]"),
+    (dict(attention__layers=["windows"]), 1, "attention.layers=windows: valid: global, window, chunk"),
+    (dict(attention__layers=["window", "global", "global"], attention__window_size=[7, 0]), 1, "attention.layers=[window,global,"
+     "global]: 3 kinds, of which model.num_layers=2 layers take the first 2; nearest: [window,global], or model.num_layers=3"),
+    (dict(attention__layers=["window", "global"]), 1, "attention.layers=[window,global]: a window layer needs a window, "
+     "attention.window_size has left=-1; nearest: attention.window_size=[1023,0], or global layers"),
+    (dict(attention__layers=["global"], attention__window_size=[7, 0]), 1, "attention.window_size=[7, 0]: no layer of "
+     "attention.layers=[global] takes it; nearest: [-1,-1], or a window layer"),
+    (dict(attention__layers=["chunk", "global"]), 1, "attention.layers=[chunk,global]: a chunk layer needs attention.chunk_size"),
+    (dict(attention__chunk_size=64), 1, "attention.chunk_size=64: no layer of attention.layers=[] takes it; nearest: null, or "
+     "attention.layers=[chunk]"),
+    (dict(attention__chunk_size=0, attention__layers=["chunk"]), 1, "attention.chunk_size=0: must be at least 1, or null; "
+     "nearest: 1"),
+    (dict(attention__first_tokens=-1), 1, "attention.first_tokens=-1: must be at least 0; nearest: 0"),
+    (dict(attention__first_tokens=4), 1, "attention.first_tokens=4: kept beside a window, attention.window_size has left=-1; "
+     "nearest: 0, or attention.window_size=[1023,0]"),
     (dict(parallel__dp=3, parallel__cp=-1), 8, "parallel.dp=3: must divide the world size 8 to "
      "leave cp whole ranks; nearest: 2 or 4"),
     (dict(parallel__dp=-1, parallel__cp=5), 8, "parallel.cp=5: must divide the world size 8 to "
