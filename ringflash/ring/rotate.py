@@ -4,6 +4,7 @@ Note [What rotates in the backward] in DESIGN.md.
 """
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ ROTATES = ("auto", "kv", "q")
 _PART_BYTES, _ROW_BYTES = 16, 64
 _NAMES = {"kv": "K, V, dK and dV", "q": "q, dout, lse, delta and dQ"}
 _rotations = BoundedCache(max_weight=256)
+_logger = logging.getLogger("ringflash")
+_logged: set[tuple] = set()
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ def _choose(plan: Plan, heads: Heads, rotate: str) -> Rotation:
         return Rotation(plan, {}, "nothing travels in the backward")
     plans = {"kv": plan}
     if rotate != "kv":
-        plans["q"] = build_plan(plan.mask, plan.layout, plan.layout_k, rotates="q")
+        plans["q"] = build_plan(plan.mask, plan.layout, plan.layout_k, rotates="q", routing=plan.asked_routing)
     if rotate == "q":
         del plans["kv"]
     sent = {side: backward_bytes(of_side, heads) for side, of_side in plans.items()}
@@ -95,4 +98,8 @@ def _choose(plan: Plan, heads: Heads, rotate: str) -> Rotation:
         return Rotation(plans[side], sent, f"{reason}, as demanded")
     other = "q" if side == "kv" else "kv"
     ratio = sent[other] / max(sent[side], 1)                # 0 bytes: a batch of none
-    return Rotation(plans[side], sent, f"{reason} ({_NAMES[other]}: {sent[other]:,}, {ratio:.2f}x)")
+    reason += f" ({_NAMES[other]}: {sent[other]:,}, {ratio:.2f}x)"
+    if (side, heads) not in _logged:                        # once, not for every batch of documents
+        _logged.add((side, heads))
+        _logger.info("rotate=auto: %s", reason)
+    return Rotation(plans[side], sent, reason)

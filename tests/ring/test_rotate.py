@@ -16,7 +16,7 @@ from ringflash.ring.exchange import record_traffic
 from ringflash.ring.loopback import Loopback
 from ringflash.ring.plan import build_plan
 from ringflash.ring.rotate import Heads, backward_bytes, choose, query_sections
-from ringflash.ring.wires import HeadWire, QueryWire
+from ringflash.ring.wires import QueryWire
 from ringflash.simulation import SimulatedRing
 from ringflash.tests.support.distributed import check_ranks
 from ringflash.tests.support.oracle import attention_oracle
@@ -228,6 +228,25 @@ def test_the_plan_as_text_says_what_rotates_and_why(capsys):
         show.main([*ring, "8", "3", "64"])
 
 
+def test_the_choice_of_auto_is_logged_once_for_each_side_and_heads(caplog):
+    heads = Heads(1, 24, 24, 40, 2)                         # of no other test
+    with caplog.at_level("INFO", logger="ringflash"):
+        for seq_len in (64, 65):
+            choose(build_plan(Mask(), Layout("zigzag", seq_len, 4)), heads)
+            choose(build_plan(Mask(), Layout("zigzag", seq_len, 4)), heads, "kv")
+    assert [record.getMessage().partition(",")[0] for record in caplog.records] == ["rotate=auto: q"]
+
+
+@pytest.mark.parametrize("cp_size", (2, 3, 8))
+def test_balanced_shards_of_packed_documents_are_within_budget(cp_size):
+    for mask in (Mask(cu_seqlens=[0, 3, 40, 41, 90]), Mask(cu_seqlens=[0, 50, 90], window_size=(9, 0), first_tokens=2)):
+        layout = Layout("balanced", 96, cp_size, mask)
+        inputs = make_inputs(96, dtype=torch.float64)
+        sides = [run(simulate, inputs, cp_size=cp_size, layout=layout, kernel="reference", rotate=rotate) for rotate in ("kv", "q")]
+        assert all((sides[0][name] - sides[1][name]).abs().max() < 1e-12 for name in GRADIENTS)
+        simulator.run(build_plan(mask, layout, rotates="q"), "backward")
+
+
 @pytest.mark.parametrize("rotate", ("kv", "q", "auto"))
 def test_a_batch_of_none_and_rows_of_none_are_legal(rotate):
     for batch, seq_len, seq_len_k in ((0, 8, 8), (2, 1, 5), (1, 5, 1)):
@@ -299,13 +318,6 @@ def test_planted_defects_are_caught(monkeypatch):
 
     monkeypatch.setattr(travel.Gradients, "target", leave_early)
     assert _failed() == {"dq"}
-
-
-def test_gradients_of_a_wire_have_their_own_widths():
-    dk, dv = torch.zeros(1, 4, 2, 6), torch.zeros(1, 4, 2, 3)
-    wire = HeadWire((dk, dv), torch.float64)
-    assert wire.row_shape == (1, 2, 9) and wire.dtype == torch.float64
-    assert [x.shape for x in wire.split(torch.zeros(5, 1, 2, 9))] == [(1, 5, 2, 6), (1, 5, 2, 3)]
 
 
 def _equals_loopback(rank, world_size):
