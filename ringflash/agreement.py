@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ringflash.mesh import rank_and_size, ring_group
+from ringflash.mesh import Ranks, ranks_of
 from ringflash.ring import watchdog
 from ringflash.ring.exchange import group_backends
 
@@ -37,9 +37,9 @@ class _Statement:
 
 
 def agree(
-    group: dist.ProcessGroup, what: str, fields: Mapping[str, object], *, problem: Exception | None = None, count: int = 0
+    group: Any, what: str, fields: Mapping[str, object], *, problem: Exception | None = None, count: int = 0
 ) -> list[int]:
-    """Compare `fields` over all ranks of the group; returns each rank's `count`, which may differ.
+    """Compare `fields` over all ranks of the group (or what else ranks_of takes); returns each rank's `count`, which may differ.
 
     problem: why this rank refuses its own arguments. If any rank has one, or a field differs, every rank raises the same error,
     which names who said or has what: of the class that the problems share (RuntimeError for one that is none of ValueError,
@@ -47,7 +47,7 @@ def agree(
     """
     stated = {key: _shorten(str(value)) for key, value in fields.items()}
     own = _Statement(stated, None if problem is None else _state_problem(problem), count)
-    statements = _gather(group, what, own)
+    statements = _gather(ranks_of(group), what, own)
     text, error = _compare(what, statements)
     if error is not None:
         raise error(text) from problem
@@ -60,29 +60,30 @@ def agree_layout(layout: Layout, group: Any, agreed: Mapping[str, object] | obje
 
     agreed: a mapping of names to values (compared by their str), or any single value, or None.
     """
-    group = ring_group(group)
+    ranks = ranks_of(group)
     problem = None
-    size = 1
     try:
-        size = rank_and_size(group)[1]
-        check_size(layout, size)
+        check_ranks(layout, ranks)
     except REFUSALS as error:
-        if size == 1:
+        if ranks.size == 1:
             raise
         problem = error
     fields = layout_fields(layout)
     if agreed is not None:
         fields.update(agreed if isinstance(agreed, Mapping) else {"agree": agreed})
-    if size > 1:
-        agree(group, what, fields, problem=problem)
+    if ranks.size > 1:
+        agree(ranks, what, fields, problem=problem)
     return token_of(fields)
 
 
-def check_size(layout: Layout, size: int) -> None:
-    """ValueError unless a group of `size` ranks is what the layout is made for."""
-    if layout.num_ranks != size:
+def check_ranks(layout: Layout, ranks: Ranks) -> None:
+    """ValueError unless these ranks are what the layout is made for."""
+    if layout.num_ranks != ranks.size:
         ulysses = "" if layout.ulysses_size == 1 else f" with ulysses_size={layout.ulysses_size}: {layout.num_ranks} ranks"
-        raise ValueError(f"layout.cp_size={layout.cp_size}{ulysses}: the group has {size} ranks")
+        raise ValueError(f"layout.cp_size={layout.cp_size}{ulysses}: the group has {ranks.size} ranks")
+    if ranks.ulysses is not None and layout.ulysses_size != ranks.ulysses_size:
+        raise ValueError(f"layout.ulysses_size={layout.ulysses_size}: the mesh has {ranks.ring_size} x {ranks.ulysses_size} ranks, ring x "
+                         f"ulysses; make the Layout with cp_size={ranks.ring_size}, ulysses_size={ranks.ulysses_size}")
 
 
 def layout_fields(layout: Layout, key: str = "layout") -> dict[str, object]:
@@ -127,27 +128,34 @@ def _shorten(value: str) -> str:
     return f"{value[:_VALUE_CHARS - 20]}... #{hashlib.sha256(value.encode()).hexdigest()[:12]}"
 
 
-def _gather(group: dist.ProcessGroup, what: str, own: _Statement) -> list[_Statement]:
+def _gather(ranks: Ranks, what: str, own: _Statement) -> list[_Statement]:
     text = json.dumps([own.fields, own.problem, own.count]).encode()
     if len(text) > _PAYLOAD_BYTES:
         # Stated, not raised: the others, who may have less to say, wait for this rank.
         problem = ValueError(f"the arguments to agree on take {len(text)} bytes, more than {_PAYLOAD_BYTES}")
         text = json.dumps([{}, own.problem or _state_problem(problem), own.count]).encode()
     # The host's own network where there is one: then no GPU needs to be waited for.
-    device = torch.device("cpu") if "cpu" in group_backends(group) else torch.device("cuda", torch.cuda.current_device())
-    rank, size = rank_and_size(group)
+    device = torch.device("cpu") if "cpu" in group_backends(ranks.groups[0]) else torch.device("cuda", torch.cuda.current_device())
     payload = torch.frombuffer(bytearray(text.ljust(_PAYLOAD_BYTES)), dtype=torch.uint8).to(device)
-    gathered = [torch.empty_like(payload) for _ in range(size)]
     position = watchdog.Position(
-        "agreement", watchdog.next_call("agreement"), 0, f"cp rank {rank} (global rank {dist.get_rank()})",
-        (f"comparing the arguments of {what} with those of all {size} ranks",))
+        "agreement", watchdog.next_call("agreement"), 0, f"cp rank {ranks.rank} (global rank {dist.get_rank()})",
+        (f"comparing the arguments of {what} with those of all {ranks.size} ranks",))
     with watchdog.waiting(position):
         try:
-            dist.all_gather(gathered, payload, group=group)
-            texts = [bytes(x.cpu().numpy()) for x in gathered]
+            texts = [bytes(x.cpu().numpy()) for x in gather_in_order(payload, ranks)]
         except RuntimeError as error:
             raise RuntimeError(f"{what}: {position.describe()} failed: {error}") from error
     return [_Statement(fields, tuple(problem) if problem else None, count) for fields, problem, count in map(json.loads, texts)]
+
+
+def gather_in_order(x: torch.Tensor, ranks: Ranks) -> list[torch.Tensor]:
+    """x (contiguous, of one shape on all ranks) of every rank, in their order; a view each. One collective per axis."""
+    whole = x[None]
+    for group in ranks.groups:
+        gathered = [torch.empty_like(whole) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(gathered, whole, group=group)
+        whole = torch.cat(gathered)
+    return list(whole)
 
 
 def _compare(what: str, statements: Sequence[_Statement]) -> tuple[str, type[Exception] | None]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ringflash.layout import KINDS, Layout, check_kind
 from ringflash.mask import Mask
 from ringflash.ring.rotate import ROTATES
+from ringflash.ring.routes import ROUTINGS
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -23,6 +24,12 @@ def check_rotate(rotate: Any) -> None:
     """ValueError for an unknown name."""
     if rotate not in ROTATES:
         raise ValueError(f"rotate={rotate!r}: unknown; valid: {', '.join(ROTATES)}")
+
+
+def check_routing(routing: Any) -> None:
+    """ValueError for an unknown name."""
+    if routing not in ("auto", *ROUTINGS):
+        raise ValueError(f"routing={routing!r}: unknown; valid: auto, {', '.join(ROUTINGS)}")
 
 
 def read_softcap(softcap: Any) -> float:
@@ -105,16 +112,18 @@ def check_layout_argument(layout: Layout | str, key: str) -> None:
         raise ValueError(f"{key}={layout!r}: must be a ringflash.Layout or one of {', '.join(KINDS)}")
 
 
-def make_layout(layout: Layout | str, seq_len: int, cp_size: int, key: str) -> Layout:
-    """A layout by name for seq_len rows, or the value itself once it fits cp_size. `key` names the argument in errors."""
+def make_layout(layout: Layout | str, seq_len: int, cp_size: int, key: str, ulysses_size: int = 1) -> Layout:
+    """A layout by name for seq_len rows, or the value itself once it fits the ranks. `key` names the argument in errors."""
     check_layout_argument(layout, key)
     if isinstance(layout, str):
         if seq_len == 0:
             raise ValueError(f"{key}={layout!r}: the sequence has no rows; a layout by name needs at least 1 row on each rank")
-        return Layout(layout, seq_len, cp_size)
-    if layout.ulysses_size > 1:
-        raise NotImplementedError(f"{key}.ulysses_size={layout.ulysses_size}: Ulysses x ring is not built yet; only 1 (the "
-                                  f"layout of whole ring shards is {key}.ring)")
+        return Layout(layout, seq_len, cp_size, ulysses_size=ulysses_size)
+    if layout.ulysses_size != ulysses_size:
+        ring, ulysses = layout.cp_size, layout.ulysses_size
+        how = (f"give group the mesh init_device_mesh(device_type, ({ring}, {ulysses}), mesh_dim_names=('ring', 'ulysses')) of its ranks"
+               if ulysses > 1 else f"make the Layout with ulysses_size={ulysses_size}")
+        raise ValueError(f"{key}.ulysses_size={ulysses}: the group has ulysses_size={ulysses_size}; {how}")
     if layout.cp_size != cp_size:
         raise ValueError(f"{key}.cp_size={layout.cp_size}: the ring has cp_size={cp_size}; make the Layout with that")
     return layout
@@ -123,9 +132,9 @@ def make_layout(layout: Layout | str, seq_len: int, cp_size: int, key: str) -> L
 def make_layout_k(layout_k: Layout | str | None, layout: Layout, seq_len_k: int, by_name: bool) -> Layout:
     """The layout of k and v: None means the layout of q, by name for k's own length."""
     if layout_k is not None:
-        return make_layout(layout_k, seq_len_k, layout.cp_size, "layout_k")
+        return make_layout(layout_k, seq_len_k, layout.cp_size, "layout_k", layout.ulysses_size)
     if by_name and seq_len_k != layout.seq_len:
-        return make_layout(layout.kind, seq_len_k, layout.cp_size, "layout")
+        return make_layout(layout.kind, seq_len_k, layout.cp_size, "layout", layout.ulysses_size)
     return layout
 
 
@@ -138,7 +147,6 @@ class Call:
     k: Tensor
     v: Tensor
     sinks: Tensor | None
-    cp_size: int
 
     def choose_mask(self, given: Mask | None, layout: Layout | None) -> Mask:
         """The given mask, or else the first of the Layout value (None: a layout by name, which allows any), or else causal."""

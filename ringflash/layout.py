@@ -43,7 +43,7 @@ class Layout:
     ulysses_size: ranks that share a ring shard, each holding a contiguous part of its sorted rows. The layout has
         num_ranks = cp_size * ulysses_size ranks; rank i is the (i % ulysses_size)-th of ring rank i // ulysses_size, and `ring`
         is the layout of whole ring shards.
-    group, agree: with a process group, all its ranks compare this layout and its masks (and `agree`, whatever else they must
+    group, agree: with a process group of all num_ranks ranks, or their 2-D DeviceMesh (ring, ulysses), all its ranks compare this layout and its masks (and `agree`, whatever else they must
         agree on) in one small collective, and `token` says so; ring_attention then exchanges nothing. Without: token is None.
 
     Equal and hashable by the rows of all ranks (kind, seq_len, cp_size, ulysses_size, and runs of a balanced one) and masks. A
@@ -82,7 +82,7 @@ class Layout:
                 from ringflash import agreement, mesh
 
                 # The other ranks are about to wait for this one: tell them why it refuses, so that all raise the same.
-                agreement.agree(mesh.ring_group(group), "Layout", {}, problem=error)
+                agreement.agree(mesh.ranks_of(group), "Layout", {}, problem=error)
             raise
         if group is not None:
             from ringflash.agreement import agree_layout

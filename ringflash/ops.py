@@ -11,18 +11,20 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from ringflash import ulysses
 from ringflash.agreement import REFUSALS, agree, layout_fields, mask_field, rows_field
 from ringflash.arguments import Call, check_scale, check_softcap, check_tensors, make_layout, make_layout_k
 from ringflash.kernels.dispatch import Backend, accumulate_dtype, select
 from ringflash.layout import Layout
 from ringflash.mask import Mask
-from ringflash.mesh import group_by_name
+from ringflash.mesh import Ranks, ranks_by_name
 from ringflash.ring import loop
 from ringflash.ring.carriers import make_carrier
 from ringflash.ring.exchange import check_carrier, check_exchange
+from ringflash.ring.head_exchange import DistributedHeadExchange
+from ringflash.ring.heads import check_degree
 from ringflash.ring.plan import Plan, build_plan
 from ringflash.ring.rotate import Heads, choose
 
@@ -32,8 +34,8 @@ from ringflash.ring.rotate import Heads, choose
 _RING_ARGUMENTS = (
     "Tensor? mask, int causal, int left, int right, Tensor? layout, str layout_kind, Tensor[] masks, Tensor? layout_k, "
     "str layout_k_kind, "
-    "float softmax_scale, float softcap, str group_name, str kernel, str exchange, str rotate, bool deterministic, bool is_agreed, "
-    "bool needs_gradients")
+    "float softmax_scale, float softcap, str group_name, str ulysses_name, str kernel, str exchange, str rotate, str routing, "
+    "bool deterministic, bool is_agreed, bool needs_gradients")
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,11 @@ class RingArguments:
     softmax_scale: float
     softcap: float
     group_name: str
+    ulysses_name: str
     kernel: str
     exchange: str
     rotate: str
+    routing: str
     deterministic: bool
     is_agreed: bool
     needs_gradients: bool
@@ -70,6 +74,8 @@ class _Ring:
     layout_k: Layout
     mask: Mask
     backend: Backend
+    heads: Heads  # that take part in this rank's ring
+    member: ulysses.Member | None
 
 
 @lru_cache(maxsize=256)
@@ -86,25 +92,27 @@ def _layout_of(spec: bytes, masks: tuple[Mask, ...] | None) -> Layout:
     return Layout.from_spec(torch.frombuffer(bytearray(spec), dtype=torch.int64), masks)
 
 
-def _resolve(call: Call, a: RingArguments, group: dist.ProcessGroup | None, rank: int) -> _Ring:
+def _resolve(call: Call, a: RingArguments, ranks: Ranks) -> _Ring:
     """Validate everything; the one place where the arguments of ring_attention become a plan and a kernel."""
     check_exchange(a.exchange)
     check_tensors(call)
     check_scale(a.softmax_scale)
     check_softcap(a.softcap)
-    q, k, size = call.q, call.k, call.cp_size
+    check_degree(ranks.ulysses_size, call.q.shape[2])
+    q, k, size, rank = call.q, call.k, ranks.ring_size, ranks.rank
     by_name = a.layout is None
     if by_name:
-        layout = make_layout(a.layout_kind, size * q.shape[1], size, "layout")
+        layout = make_layout(a.layout_kind, ranks.size * q.shape[1], size, "layout", ranks.ulysses_size)
     else:
-        layout = make_layout(_layout_of(a.layout.numpy().tobytes(), tuple(_decode(m) for m in a.masks)), 0, size, "layout")
+        given = _layout_of(a.layout.numpy().tobytes(), tuple(_decode(m) for m in a.masks))
+        layout = make_layout(given, 0, size, "layout", ranks.ulysses_size)
     given_k = None if a.layout_k is None else _layout_of(a.layout_k.numpy().tobytes(), None)
-    layout_k = make_layout_k(given_k or a.layout_k_kind or None, layout, size * k.shape[1], by_name)
+    layout_k = make_layout_k(given_k or a.layout_k_kind or None, layout, ranks.size * k.shape[1], by_name)
     for name, x, value in (("q", q, layout), ("k", k, layout_k)):
         if x.shape[1] != value.shard_len(rank):
-            lengths = [value.shard_len(r) for r in range(size)]
+            lengths = [value.shard_len(r) for r in range(ranks.size)]
             raise ValueError(f"{name}: {x.shape[1]} local rows on cp rank {rank}, but its layout ({value.kind}, "
-                             f"seq_len={value.seq_len}, cp_size={size}) gives it {value.shard_len(rank)} "
+                             f"seq_len={value.seq_len}, cp_size={size}{_times(ranks)}) gives it {value.shard_len(rank)} "
                              f"(all ranks: {_brief(lengths)})")
     given = _decode(a.mask) if a.mask is not None else None
     if a.causal >= 0:
@@ -113,8 +121,16 @@ def _resolve(call: Call, a: RingArguments, group: dist.ProcessGroup | None, rank
     backend = select(a.kernel, device=q.device, dtype=q.dtype, head_dim=q.shape[3], deterministic=a.deterministic,
                      head_dim_v=call.v.shape[3])
     if size > 1:
-        check_carrier(a.exchange, group, q.device)
-    return _Ring(build_plan(mask, layout, layout_k), layout, layout_k, mask, backend)
+        check_carrier(a.exchange, ranks.ring, q.device)
+    if ranks.ulysses_size > 1:
+        check_carrier("auto", ranks.ulysses, q.device)
+    heads, member = heads_of(q, k, call.v), ulysses.member_of(layout, layout_k, rank, q.shape[2], k.shape[2])
+    return _Ring(build_plan(mask, layout, layout_k, routing=a.routing), layout, layout_k, mask, backend,
+                 heads if member is None else member.split.local(heads), member)
+
+
+def _times(ranks: Ranks) -> str:
+    return "" if ranks.ulysses_size == 1 else f" x ulysses_size={ranks.ulysses_size}"
 
 
 def _brief(lengths: list[int]) -> str:
@@ -131,14 +147,15 @@ def _fields(call: Call, a: RingArguments, ring: _Ring) -> dict[str, object]:
         "sinks": "none" if sinks is None else f"{tuple(sinks.shape)} {sinks.dtype}",
         "mask": mask_field(ring.mask), **layout_fields(ring.layout),
         "layout_k": rows_field(ring.layout_k), "softmax_scale": a.softmax_scale, "softcap": a.softcap,
-        "kernel": ring.backend.name, "exchange": a.exchange, "rotate": a.rotate, "deterministic": a.deterministic,
+        "kernel": ring.backend.name, "exchange": a.exchange, "rotate": a.rotate, "routing": a.routing, "deterministic": a.deterministic,
         "needs gradients": a.needs_gradients,
     }
 
 
 # Groups whose ranks have compared dtype, heads and options once: a token speaks of rows and masks only, and gloo completes a
 # receive of fewer bytes than it awaits without a word.
-_compared: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
+# By the last of Ranks.groups, with the names of both axes: a ring may also be an axis of a mesh, and then not all its ranks know.
+_compared: "weakref.WeakKeyDictionary[Any, set[tuple[str, str]]]" = weakref.WeakKeyDictionary()
 
 
 @torch.library.custom_op(
@@ -148,22 +165,30 @@ def attention_forward(q, k, v, sinks, *arguments):
     """q [B, S_local, Hq, D], k [B, Sk_local, Hkv, D], v [B, Sk_local, Hkv, Dv], sinks [Hq] or None -> out [B, S_local, Hq, Dv]
     (contiguous) in q's dtype, lse [B, Hq, S_local] acc dtype."""
     a = RingArguments(*arguments)
-    group, rank, size = group_by_name(a.group_name)
-    call = Call(q, k, v, sinks, size)
+    ranks, call = ranks_by_name(a.group_name, a.ulysses_name), Call(q, k, v, sinks)
     ring = problem = None
     try:
-        ring = _resolve(call, a, group, rank)
+        ring = _resolve(call, a, ranks)
     except REFUSALS as error:
         problem = error
-    if size > 1 and (not a.is_agreed or group not in _compared):
+    if ranks.size > 1 and (not a.is_agreed or ranks.names not in _compared.get(ranks.groups[-1], ())):
         # Unconditional: a check that some rank may skip is a hang. (The first call on a group is the first on all its ranks.)
-        agree(group, "ring_attention", {} if ring is None else _fields(call, a, ring), problem=problem)
-        _compared.add(group)
+        agree(ranks, "ring_attention", {} if ring is None else _fields(call, a, ring), problem=problem)
+        _compared.setdefault(ranks.groups[-1], set()).add(ranks.names)
     elif problem is not None:
         raise problem
     out, lse = empty_outputs(q, v)
-    loop.drive(loop.forward(ring.plan, rank, q, k, v, ring.backend, _carrier(a, group, (ring.plan, "forward"), q, k, v),
-                            softmax_scale=a.softmax_scale, softcap=a.softcap, sinks=sinks, out=out, lse=lse))
+    carrier = _carrier(a, ranks, ring, (ring.plan, "forward"), q.device)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> loop.Waits:
+        return loop.forward(ring.plan, ranks.ring_rank, q, k, v, ring.backend, carrier, softmax_scale=a.softmax_scale,
+                            softcap=a.softcap, **more)
+
+    if ring.member is None:
+        loop.drive(attend(q, k, v, sinks=sinks, out=out, lse=lse))
+    else:
+        exchange = DistributedHeadExchange(ranks.ulysses, "forward")
+        loop.drive(ulysses.forward(ring.member, exchange, attend, q, k, v, sinks, out, lse))
     return out, lse
 
 
@@ -175,13 +200,21 @@ def attention_backward(dout, dlse, q, k, v, sinks, out, lse, *arguments):
     """dout, out [B, S_local, Hq, Dv], lse and dlse [B, Hq, S_local] -> dq, dk, dv like q, k, v (contiguous), dsinks like sinks,
     [0] without. The forward agreed on everything."""
     a = RingArguments(*arguments)
-    group, rank, size = group_by_name(a.group_name)
-    ring = _resolve(Call(q, k, v, sinks, size), a, group, rank)
+    ranks = ranks_by_name(a.group_name, a.ulysses_name)
+    ring = _resolve(Call(q, k, v, sinks), a, ranks)
     gradients: list[Tensor] = []
-    plan = choose(ring.plan, heads_of(q, k, v), a.rotate).plan
-    loop.drive(loop.backward(
-        plan, rank, dout, dlse, q, k, v, out, lse, ring.backend, _carrier(a, group, (plan, "backward"), q, k, v),
-        softmax_scale=a.softmax_scale, softcap=a.softcap, sinks=sinks, deterministic=a.deterministic, gradients=gradients))
+    plan = choose(ring.plan, ring.heads, a.rotate).plan
+    carrier = _carrier(a, ranks, ring, (plan, "backward"), q.device)
+
+    def differentiate(dout: Tensor, dlse: Tensor | None, *saved: Tensor, **more: Any) -> loop.Waits:
+        return loop.backward(plan, ranks.ring_rank, dout, dlse, *saved, ring.backend, carrier, softmax_scale=a.softmax_scale,
+                             softcap=a.softcap, deterministic=a.deterministic, **more)
+
+    if ring.member is None:
+        loop.drive(differentiate(dout, dlse, q, k, v, out, lse, sinks=sinks, gradients=gradients))
+    else:
+        exchange = DistributedHeadExchange(ranks.ulysses, "backward")
+        loop.drive(ulysses.backward(ring.member, exchange, differentiate, dout, dlse, q, k, v, out, lse, sinks, gradients))
     dq, dk, dv, *dsinks = gradients
     # An op cannot return an optional tensor.
     return dq, dk, dv, _empty_sinks(q, sinks) if sinks is None else dsinks[0].to(sinks.dtype)
@@ -210,12 +243,12 @@ class _NoExchange:
         return None
 
 
-def _carrier(a: RingArguments, group: dist.ProcessGroup | None, planned: tuple[Plan, str], q: Tensor, k: Tensor, v: Tensor) -> Any:
+def _carrier(a: RingArguments, ranks: Ranks, ring: _Ring, planned: tuple[Plan, str], device: torch.device) -> Any:
     """planned: plan and pass."""
     plan, pass_ = planned
     if plan.cp_size == 1:
         return _NoExchange()
-    return make_carrier(a.exchange, group, plan, pass_, heads_of(q, k, v).row_bytes, k.device)
+    return make_carrier(a.exchange, ranks.ring, plan, pass_, ring.heads.row_bytes, device)
 
 
 @attention_forward.register_fake

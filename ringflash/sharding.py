@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringflash.agreement import REFUSALS, agree, check_size, layout_fields, token_of
+from ringflash.agreement import REFUSALS, agree, check_ranks, gather_in_order, layout_fields, token_of
 from ringflash.arguments import check_layout_argument
 from ringflash.layout import Layout, as_masks, check_made_as
 from ringflash.mask import Mask
-from ringflash.mesh import rank_and_size, ring_group
+from ringflash.mesh import Ranks, ranks_of
 
 IGNORE = -100                                               # a label that takes no part in the loss
 _KEYS = ("tokens", "cu_seqlens", "labels", "positions", "attention_mask")
@@ -58,29 +58,26 @@ def unshard(x_local: Tensor, layout: Layout | str, *, group: Any = None, dim: in
     its rows get there (a reduce-scatter, summed in fp32 or better). Where each rank computes the same loss from the whole tensor,
     divide it by cp_size. ValueError when the local rows are not what the layout gives this rank.
     """
-    pg = ring_group(group)
-    rank, size = rank_and_size(pg)
-    layout, _ = _place(layout, x_local.shape[dim] * size, None, group)
+    ranks = ranks_of(group)
+    layout, rank = _place(layout, x_local.shape[dim] * ranks.size, None, ranks)
     if x_local.shape[dim] != layout.shard_len(rank):
         raise ValueError(f"x_local.shape[{dim}]={x_local.shape[dim]}: the layout gives cp rank {rank} {layout.shard_len(rank)} "
                          f"rows")
-    return _Unshard.apply(x_local, layout, pg, dim % x_local.ndim)
+    return _Unshard.apply(x_local, layout, ranks, dim % x_local.ndim)
 
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_local: Tensor, layout: Layout, group: dist.ProcessGroup | None, dim: int) -> Tensor:
-        ctx.layout, ctx.group, ctx.dim = layout, group, dim
+    def forward(ctx: Any, x_local: Tensor, layout: Layout, ranks: Ranks, dim: int) -> Tensor:
+        ctx.layout, ctx.ranks, ctx.dim = layout, ranks, dim
         rows_first = x_local.movedim(dim, 0).contiguous()
-        if group is None or layout.num_ranks == 1:
+        if layout.num_ranks == 1:
             parts = [rows_first]
         else:
             # Collectives want equal shapes; shards differ by a row at most, so the longest (rank 0's) stands for all.
             padded = rows_first.new_zeros((layout.shard_len(0), *rows_first.shape[1:]))
             padded[:rows_first.shape[0]] = rows_first
-            gathered = [torch.empty_like(padded) for _ in range(layout.num_ranks)]
-            dist.all_gather(gathered, padded, group=group)
-            parts = [part[:layout.shard_len(rank)] for rank, part in enumerate(gathered)]
+            parts = [part[:layout.shard_len(rank)] for rank, part in enumerate(gather_in_order(padded, ranks))]
         whole = torch.empty((layout.seq_len, *rows_first.shape[1:]), dtype=x_local.dtype, device=x_local.device)
         for rank, part in enumerate(parts):
             whole[torch.from_numpy(layout.positions(rank)).to(whole.device)] = part
@@ -89,13 +86,13 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        rank = rank_and_size(ctx.group)[0]
         # All-reduce and cut: gloo has no reduce-scatter of uneven parts, and this op is not on a training path.
         total = grad.to(torch.promote_types(grad.dtype, torch.float32)).contiguous()
-        if ctx.group is not None and ctx.layout.num_ranks > 1:
+        if ctx.layout.num_ranks > 1:
             total = total.clone()
-            dist.all_reduce(total, group=ctx.group)
-        own = torch.from_numpy(ctx.layout.positions(rank)).to(grad.device)
+            for group in ctx.ranks.groups:
+                dist.all_reduce(total, group=group)
+        own = torch.from_numpy(ctx.layout.positions(ctx.ranks.rank)).to(grad.device)
         return total.index_select(ctx.dim, own).to(grad.dtype), None, None, None
 
 
@@ -109,12 +106,12 @@ def shard_batch(
         this rank's rows and the ones after them are read. Optional: "cu_seqlens" [N+1], B == 1: documents; rows from
         cu_seqlens[-1] on belong to none. "labels" [B, S], aligned with tokens (not shifted; -100 is ignored). "positions" [S]:
         used instead of 0..S-1; if they restart, cu_seqlens must say where. "attention_mask" [B, S]: all ones only.
-    layout: a Layout, a name (also "balanced" and "auto"), or the 1-D DeviceMesh of the ring (zigzag). A Layout's masks get the
+    layout: a Layout, a name (also "balanced" and "auto"), or the DeviceMesh of the ring or of ring x ulysses (zigzag). A Layout's masks get the
         batch's documents unless they have them, and a balanced or "auto" one is made anew for them. masks: for a layout by name
         or mesh, default causal.
-    group: ProcessGroup or 1-D DeviceMesh of the ring (of all layout.num_ranks ranks): its ranks compare layout, masks and a
-        hash of the batch in one collective, and the returned layout carries the token. rank (without group): that rank's part, nothing is exchanged. Neither: one
-        rank.
+    group: ProcessGroup or 1-D DeviceMesh of the ring, 2-D DeviceMesh (ring, ulysses), or with a Layout the ProcessGroup of all its
+        num_ranks ranks: they compare layout, masks and a hash of the batch in one collective (one per axis of a mesh), and the
+        returned layout carries the token. rank (without group): that rank's part, nothing is exchanged. Neither: one rank.
     device: where the result goes (default: where torch tokens are, else CPU).
 
     num_valid counts over the ring; without "labels" it follows from the documents alone. Raises ValueError for a batch that
@@ -123,25 +120,25 @@ def shard_batch(
     if not isinstance(layout, (Layout, str)):
         if group is not None:
             raise ValueError("layout is a mesh and group is given too; give the ring once")
-        layout, group = "zigzag", ring_group(layout)
-    pg = ring_group(group)
-    own_rank, size = rank_and_size(pg)
+        layout, group = "zigzag", ranks_of(layout)
+    has_group, ranks = group is not None, ranks_of(group)
+    size = ranks.size
     problem, fields, count, made = None, {}, 0, None
     try:
-        if pg is not None and rank is not None:
+        if has_group and rank is not None:
             raise ValueError(f"rank={rank} together with group: the group knows this process's rank; give one of them")
-        if pg is None and rank is not None and isinstance(layout, str):
+        if not has_group and rank is not None and isinstance(layout, str):
             raise ValueError(f"layout={layout!r} with rank={rank}: a name does not say how many ranks there are; give a Layout "
                              f"or group")
         device = None if device is None else torch.device(device)
-        made = _read(batch, layout, size, own_rank if pg is not None else rank, masks, has_group=pg is not None)
+        made = _read(batch, layout, ranks if has_group else None, rank, masks)
         fields, count = {**layout_fields(made.layout), **made.fields}, made.count
     except REFUSALS as error:
         if size == 1:
             raise
         problem = error
     if size > 1:
-        count = sum(agree(pg, "shard_batch", fields, problem=problem, count=count))
+        count = sum(agree(ranks, "shard_batch", fields, problem=problem, count=count))
         made.layout.set_token(token_of(fields))
     if device is None:
         device = batch["tokens"].device if isinstance(batch["tokens"], Tensor) else "cpu"
@@ -159,13 +156,13 @@ class _Read:
     layout: Layout
 
 
-def _read(batch: Mapping[str, Any], layout: Layout | str, size: int, rank: int | None, masks: Any, *, has_group: bool) -> _Read:
+def _read(batch: Mapping[str, Any], layout: Layout | str, ranks: Ranks | None, rank: int | None, masks: Any) -> _Read:
+    """ranks: of the group, None without one."""
+    has_group = ranks is not None
     tokens = _check_batch(batch)
     batch_size, seq_len = tokens.shape
-    layout = _with_documents(layout, batch.get("cu_seqlens"), seq_len, size, masks)
-    layout, rank = _place(layout, seq_len, rank, None)
-    if has_group:
-        check_size(layout, size)
+    layout = _with_documents(layout, batch.get("cu_seqlens"), seq_len, ranks or Ranks(), masks)
+    layout, rank = _place(layout, seq_len, rank, ranks)
     if layout.seq_len != seq_len:
         raise ValueError(f"batch['tokens'] has {seq_len} columns, but layout.seq_len={layout.seq_len}")
     boundaries = next((mask.cu_seqlens for mask in layout.masks if mask.cu_seqlens is not None), None)
@@ -274,7 +271,7 @@ def _has_next(rows: np.ndarray, seq_len: int, boundaries: np.ndarray | None) -> 
     return (rows + 1 < boundaries[-1]) & (document == np.searchsorted(boundaries, rows + 1, side="right"))
 
 
-def _with_documents(layout: Layout | str, cu_seqlens: Any, seq_len: int, size: int, masks: Any) -> Layout:
+def _with_documents(layout: Layout | str, cu_seqlens: Any, seq_len: int, ranks: Ranks, masks: Any) -> Layout:
     """A fresh Layout (it will get a token of its own) whose masks have the batch's documents."""
     if isinstance(layout, Layout):
         if masks is not None:
@@ -290,24 +287,26 @@ def _with_documents(layout: Layout | str, cu_seqlens: Any, seq_len: int, size: i
                 raise ValueError(f"batch['cu_seqlens'] and the layout's {mask!r} name different documents")
         given = tuple(mask.with_documents(documents) for mask in given)
     # A balanced layout gets the rows that suit the batch.
-    return layout.with_masks(given) if isinstance(layout, Layout) else Layout(layout, seq_len, size, given)
+    if isinstance(layout, Layout):
+        return layout.with_masks(given)
+    return Layout(layout, seq_len, ranks.ring_size, given, ranks.ulysses_size)
 
 
-def _place(layout: Layout | str, seq_len: int, rank: int | None, group: Any, size: int | None = None) -> tuple[Layout, int]:
+def _place(layout: Layout | str, seq_len: int, rank: int | None, group: Any) -> tuple[Layout, int]:
     """The layout as a value, and the rank that is meant."""
-    if group is not None:
-        if rank is not None:
-            raise ValueError(f"rank={rank} together with group: give one of them")
-        rank, size = rank_and_size(ring_group(group))
+    ranks = Ranks() if group is None else ranks_of(group)
+    if group is not None and rank is not None:
+        raise ValueError(f"rank={rank} together with group: give one of them")
     if isinstance(layout, str):
-        if size is None and rank is not None:
+        if rank is not None:
             raise ValueError(f"layout={layout!r} with rank={rank}: a name does not say how many ranks there are; give a Layout "
                              f"or group")
         check_layout_argument(layout, "layout")
-        layout = Layout(layout, seq_len, 1 if size is None else size)
+        layout = Layout(layout, seq_len, ranks.ring_size, ulysses_size=ranks.ulysses_size)
     check_layout_argument(layout, "layout")
     if group is not None:
-        check_size(layout, size)
+        check_ranks(layout, ranks)
+        rank = ranks.rank
     if rank is None:
         if layout.num_ranks != 1:
             raise ValueError(f"layout of {layout.num_ranks} ranks: which rank is meant? give rank or group")

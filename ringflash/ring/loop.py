@@ -105,7 +105,7 @@ def forward(
 def backward(
     plan: Plan, rank: int, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     backend: Backend, exchange: Exchange, *, softmax_scale: float, deterministic: bool, gradients: list[Tensor],
-    softcap: float = 0.0, sinks: Tensor | None = None,
+    softcap: float = 0.0, sinks: Tensor | None = None, kv_dtype: torch.dtype | None = None,
 ) -> Waits:
     """Gradients of this rank's q, k and v, and its rows' share of that of sinks.
 
@@ -113,7 +113,8 @@ def backward(
     dout, out [B, Sq, Hq, Dv], q [B, Sq, Hq, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv], lse (merged) and dlse [B, Hq, Sq] or None,
     sinks [Hq] or None. Appends dq, dk, dv, in the dtype of q and contiguous, to `gradients` at its end, and with sinks dsinks
     [Hq] in acc dtype. What belongs to the rows that stay (dq, or dk and dv where the Q side rotates) is one acc dtype buffer here
-    for all visits; what others computed for the rows that travel comes home. All are rounded once, at home.
+    for all visits; what others computed for the rows that travel comes home. All are rounded once, at home. kv_dtype: of dk and dv
+    instead, for who has more to add to them.
     """
     rotates_q = plan.rotates == "q"
     dead_q, dead_k = plan.dead_q(rank), plan.dead_k(rank)
@@ -151,7 +152,8 @@ def backward(
         blocks.advance()
     for x in stay if first else ():
         x.zero_()
-    gradients.extend(x.to(q.dtype) for x in (dq, dk, dv))
+    kv_dtype = q.dtype if kv_dtype is None else kv_dtype
+    gradients.extend(x.to(wanted) for x, wanted in ((dq, q.dtype), (dk, kv_dtype), (dv, kv_dtype)))
     if sinks is not None:
         gradients.append(sink_gradient(sinks, lse, delta, dlse, dead_q))
 

@@ -17,7 +17,8 @@ class Message:
 
     The order of the fields is the one sorted order in which both ends post a step's messages: NCCL matches by order alone.
     kind: "kv" (keys and values) or "dkv" (their gradients; dst == owner: on the way home); where the Q side rotates, "q" and "dq".
-    lane: the direction of travel, +1 towards higher ranks, -1 towards lower ones, 0 straight from the owner to a reader or back.
+    lane: the direction of travel, +1 towards higher ranks, -1 towards lower ones, 0 straight from the owner to a reader or back;
+        2 and more where all go straight in one step (routes.py).
     rows: ranges of local rows of the owner's block, compacted on the wire in this order.
     """
 

@@ -86,8 +86,9 @@ class Visit:
 class Plan:
     """Made by build_plan; immutable. key: hashable, equal for equal plans.
 
-    routing: "ring" (neighbour to neighbour) or "direct" (owner to reader). rows_by_routing: what each of the two would send in a
-    forward. reason: why it is direct; "as demanded" where the routing was the caller's choice.
+    routing: "ring" (neighbour to neighbour), "direct" (owner to reader) or "allgather" (owner to reader, all in one step; on demand
+    only). rows_by_routing: what the first two would send in a forward (the third: as the second).
+    reason: why it is direct; "as demanded" where the routing was the caller's choice, which asked_routing is.
 
     rotates: "kv", or "q": a plan for a backward in which the rows of q travel, with all that belongs to them. It is the plan of
     the transposed mask, so that everything here holds of it with the roles exchanged: `layout` is that of the keys, which stay,
@@ -101,6 +102,7 @@ class Plan:
     def __init__(self, key: tuple, mask: Mask | TransposedMask, layout: Layout, layout_k: Layout, lanes: tuple[int, ...]):
         self.key = key
         self.reason = ""
+        self.asked_routing = "auto"
         self.rotates = "q" if isinstance(mask, TransposedMask) else "kv"
         self.kinds = KINDS[self.rotates]
         self.routing = "ring"
@@ -185,7 +187,7 @@ class Plan:
             visits.setdefault((rank, step), []).extend(
                 Visit(step, rank, owner, lane, rows, ranges.num_rows(rows), part, self) for part in parts or (0,))
         # The order of folding: it decides the bits of out, so it is fixed here and nowhere else.
-        in_order = attrgetter("owner", "lane", "part")
+        in_order = attrgetter(*(("lane",) if self.routing == "allgather" else ("owner", "lane")), "part")
         self._visits = {at: tuple(sorted(of_step, key=in_order)) for at, of_step in visits.items()}
         messages = sorted(route.messages)
         self._messages = {"forward": tuple(m for m in messages if not m.is_gradient), "backward": tuple(messages)}
@@ -205,7 +207,8 @@ def build_plan(
 ) -> Plan:
     """The plan of `mask` over q laid out by `layout` and k, v by `layout_k` (None: the same); of whole ring shards.
 
-    routing: "ring", "direct", or "auto": direct where that sends clearly fewer rows (Note [Ring or direct] in DESIGN.md).
+    routing: "ring", "direct", "allgather", or "auto": ring, or direct where that sends clearly fewer rows (Note [Ring or direct] in
+        DESIGN.md).
     lanes: the directions that a ring may use, +1 towards higher ranks, -1 towards lower ones (one alone demands a ring). The plan
     chooses per range of rows.
     rotates: "kv", or "q" for a backward in which the Q side travels (Note [What rotates in the backward]; see Plan).
@@ -221,8 +224,8 @@ def build_plan(
     if routing not in ("auto", *routes.ROUTINGS):
         raise ValueError(f"routing={routing!r}: valid are auto, {', '.join(routes.ROUTINGS)}")
     if len(lanes) == 1:
-        if routing == "direct":
-            raise ValueError(f"routing='direct' with lanes={lanes!r}: only a ring has lanes; leave them out")
+        if routing not in ("auto", "ring"):
+            raise ValueError(f"routing={routing!r} with lanes={lanes!r}: only a ring has lanes; leave them out")
         routing = "ring"
     if rotates not in KINDS:
         raise ValueError(f"rotates={rotates!r}: valid are {', '.join(KINDS)}")
@@ -239,6 +242,7 @@ def _build(
     size = layout.cp_size
     plan = Plan(key, mask, layout, layout_k, lanes)
     plan.reason = "" if routing == "auto" else "as demanded"
+    plan.asked_routing = routing
     table = ranges.ShardTable([Runs(layout_k.chunks(rank)) for rank in range(size)])
     reads: list[list[Reads]] = [[] for _ in range(mask.num_parts)]  # per part and rank
     needs = []
@@ -266,7 +270,7 @@ def _build(
     plan.rows_by_routing = {
         "ring": routes.rows_rotated(demands, chosen), "direct": sum(demand.rows_read_elsewhere for demand in demands)}
     route = routes.Route(kinds=plan.kinds)
-    if routing != "direct":
+    if routing in ("auto", "ring"):
         for demand, lane_of_segment in zip(demands, chosen):
             for lane in routes.LANES:
                 routes.add_rotation(route, demand, lane_of_segment, lane, size)
@@ -277,6 +281,8 @@ def _build(
     if routing == "direct":
         route = routes.Route(kinds=plan.kinds)
         routes.add_direct(route, demands, size)
+    elif routing == "allgather":
+        routes.add_allgather(route, demands, chosen, size)
     plan._file(reads, route)
     return plan
 

@@ -15,7 +15,7 @@ from ringflash.ring.ranges import RowRanges, num_rows, true_runs
 UP, DOWN = 1, -1
 LANES = (UP, DOWN)
 DIRECT = 0  # the lane of what goes straight from its owner to a reader
-ROUTINGS = ("ring", "direct")
+ROUTINGS = ("ring", "direct", "allgather")
 _CLEAR_SAVING = 0.1  # of the ring's rows: less is not worth messages between any two ranks, of which more cross from host to host
 
 
@@ -126,6 +126,26 @@ def add_direct(route: Route, demands: list[Demand], cp_size: int) -> None:
         route.messages.append(Message(step - 1, block, owner, reader, owner, DIRECT, rows))
         route.stops.append((reader, step, owner, DIRECT, rows))
         route.messages.append(Message(step + 1, gradient, reader, owner, owner, DIRECT, rows))
+
+
+def add_allgather(route: Route, demands: list[Demand], lanes: list[np.ndarray], cp_size: int) -> None:
+    """Adds all messages of owners to readers in one step, and all gradients home in another: fewest exchanges, all rows at once.
+
+    lanes: what choose_lanes chose for a ring. A rank takes the blocks in the order in which that ring would have brought them
+    (where it has one direction), so out and lse are its bits where it brings each reader the same rows. The lane of a message is
+    1 + that number of hops (so it is neither a ring's nor DIRECT): no rank has two blocks of one lane.
+    """
+    rows = {lane: sum(int(d.lengths[of_demand == lane].sum()) for d, of_demand in zip(demands, lanes)) for lane in LANES}
+    direction = UP if rows[UP] >= rows[DOWN] else DOWN
+    block, gradient = route.kinds
+    for demand in demands:
+        distance = hops(demand.owner, cp_size, direction)
+        for reader in map(int, np.flatnonzero(demand.readers.any(axis=1))):
+            if reader != demand.owner:
+                rows_read, lane = demand.rows_of(reader), 1 + int(distance[reader])
+                route.messages.append(Message(0, block, demand.owner, reader, demand.owner, lane, rows_read))
+                route.stops.append((reader, 1, demand.owner, lane, rows_read))
+                route.messages.append(Message(2, gradient, reader, demand.owner, demand.owner, lane, rows_read))
 
 
 def _steps_of(transfers: list[tuple[int, int, int]], cp_size: int) -> list[int]:

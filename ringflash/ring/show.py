@@ -17,7 +17,7 @@ from ringflash.ring.message import Message
 from ringflash.ring.plan import PASSES, Plan, build_plan
 from ringflash.ring.ranges import RowRanges
 from ringflash.ring.rotate import ROTATES, Heads, choose
-from ringflash.ring.routes import DIRECT, LANES, ROUTINGS, UP
+from ringflash.ring.routes import LANES, ROUTINGS, UP
 
 MASKS = ("causal", "full")
 _ARROWS = {1: "to the next rank", -1: "to the previous rank"}
@@ -58,7 +58,7 @@ def title(plan: Plan) -> str:
 def summary(plan: Plan) -> str:
     """One line: bytes as a fraction of the full rotation, routing and directions and why, how even the work is."""
     moved = f"moves {plan.rotation_fraction:.2f} of the full rotation's bytes in {plan.num_steps - 1} "
-    moved += {"ring": "hop", "direct": "step"}[plan.routing] + ("" if plan.num_steps == 2 else "s")
+    moved += ("hop" if plan.routing == "ring" else "step") + ("" if plan.num_steps == 2 else "s")
     return "; ".join((moved, *routing_used(plan), _evenness_text(plan)))
 
 
@@ -66,14 +66,14 @@ def routing_used(plan: Plan) -> list[str]:
     """How rows reach their readers, and why."""
     if not plan.messages("forward"):
         return ["nothing travels"]
-    name, other_name = "neighbour ring", "owner to reader directly"
-    if plan.routing == "direct":
-        name, other_name = other_name, name
-    ours, other = plan.rows_by_routing[plan.routing], sum(plan.rows_by_routing.values()) - plan.rows_by_routing[plan.routing]
+    names = {"ring": "neighbour ring", "direct": "owner to reader directly", "allgather": "all that is read in one step"}
+    rival = "direct" if plan.routing == "ring" else "ring"
+    name, other_name = names[plan.routing], names[rival]
+    ours, other = plan.rows_by_routing["ring" if plan.routing == "ring" else "direct"], plan.rows_by_routing[rival]
     compared = "as many bytes" if other == ours else f"{other / (plan.layout_k.seq_len * (plan.cp_size - 1)):.2f}"
     why = f", {plan.reason}" if plan.reason else ""
     used = [f"{name}{why} ({other_name}: {compared})"]
-    return used if plan.routing == "direct" else [*used, lanes_used(plan)]
+    return [*used, lanes_used(plan)] if plan.routing == "ring" else used
 
 
 def lanes_used(plan: Plan) -> str:
@@ -130,8 +130,9 @@ def png(plan: Plan, path: str | Path) -> None:
         bars.annotate(f"{value:.2f}", (step, value), ha="center", va="bottom", fontsize=8)
     bars.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
     bars.set(xlabel="step", ylabel="pairs,\nmax / mean", xticks=range(steps), ylim=(0, 1.25 * max([1.0, *values])))
-    leave = {"ring": "v, ^: rows of k, v that leave for the next, the previous rank",
-             "direct": "to r: rows of k, v that leave for rank r"}[plan.routing]
+    leave = "v, ^: rows of k, v that leave for the next, the previous rank"
+    if plan.routing != "ring":
+        leave = "to r: rows of k, v that leave for rank r"
     legend = f"{leave}; numbers in cells: allowed (query, key) pairs"
     figure.supxlabel(fill(summary(plan), 110) + "\n" + legend, fontsize=8)
     figure.savefig(path, dpi=120)
@@ -155,8 +156,8 @@ def _draw_grid(plan: Plan, axes) -> None:
                 axes.add_patch(Rectangle((left, rank - 0.44), width, 0.88, facecolor=colour, alpha=shade))
                 label = f"kv {visit.owner}\n{_count(visit.num_pairs)}"
                 axes.text(left + width / 2, rank - 0.08, label, ha="center", va="center", fontsize=7)
-            signs = {UP: "v", -UP: "^", DIRECT: "to {}:"}
-            sent = [f"{signs[m.lane].format(m.dst)} {_count(m.num_rows)}" for m in plan.sends(rank, step, "forward")]
+            signs = {UP: "v", -UP: "^"}
+            sent = [f"{signs.get(m.lane, f'to {m.dst}:')} {_count(m.num_rows)}" for m in plan.sends(rank, step, "forward")]
             axes.text(step, rank + 0.33, "  ".join(sent), ha="center", va="center", fontsize=6, color="#333333")
 
 

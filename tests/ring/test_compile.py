@@ -21,8 +21,8 @@ def _fresh_compiler():
 
 def _arguments(**changed):
     values = dict(mask=None, causal=-1, left=-1, right=-1, layout=None, layout_kind="zigzag", masks=[], layout_k=None,
-                  layout_k_kind="", softmax_scale=0.5, softcap=0.0, group_name="", kernel="reference", exchange="auto", rotate="auto",
-                  deterministic=False, is_agreed=False, needs_gradients=True)
+                  layout_k_kind="", softmax_scale=0.5, softcap=0.0, group_name="", ulysses_name="", kernel="reference",
+                  exchange="auto", rotate="auto", routing="auto", deterministic=False, is_agreed=False, needs_gradients=True)
     return RingArguments(**{**values, **changed}).flatten()
 
 

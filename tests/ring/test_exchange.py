@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from ringflash import Layout, ring_attention
-from ringflash.mesh import ring_group
+from ringflash.mesh import ranks_of
 from ringflash.ring.buffers import Block, BufferPool, locate
 from ringflash.ring.exchange import DistributedExchange, check_carrier, check_exchange, group_backends
 from ringflash.ring.wires import HeadWire
@@ -93,7 +93,10 @@ def test_a_group_of_one_rank_or_its_mesh_equals_no_group(group):
     for ring in (group, mesh, mesh["cp"]):
         assert not differing(run(ring_attention, inputs, group=ring), expected)
     assert not differing(run(ring_attention, inputs, group=group, layout=Layout("zigzag", 9, 1, group=group)), expected)
-    with pytest.raises(NotImplementedError, match="2-D DeviceMesh.*cp"):
-        ring_group(dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("ulysses", "cp")))
+    assert not differing(run(ring_attention, inputs, group=dist.init_device_mesh("cpu", (1, 1))), expected)
+    with pytest.raises(ValueError, match="the ring is its first axis, ulysses its second"):
+        ranks_of(dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("ulysses", "cp")))
+    with pytest.raises(ValueError, match="a 3-D DeviceMesh.*must have one axis"):
+        ranks_of(dist.init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp", "ring", "ulysses")))
     with pytest.raises(ValueError, match="cp_size=2.*cp_size=1"):
         ring_attention(inputs.q, inputs.k, inputs.v, group=group, layout=Layout("zigzag", 18, 2))

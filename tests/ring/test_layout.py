@@ -138,7 +138,7 @@ def test_a_layout_agrees_only_when_it_is_given_a_group(monkeypatch):
 
 def test_a_rank_that_refuses_its_layout_tells_the_group_before_it_raises(monkeypatch):
     told = []
-    monkeypatch.setattr("ringflash.mesh.ring_group", lambda group: group)
+    monkeypatch.setattr("ringflash.mesh.ranks_of", lambda group: group)
     monkeypatch.setattr(ringflash.agreement, "agree", lambda group, what, fields, problem: told.append((group, str(problem))))
     with pytest.raises(ValueError, match="seq_len=0"):
         Layout("zigzag", 0, 2, group="the ring")
