@@ -13,7 +13,7 @@ import torch
 
 from ringflash import Layout
 from ringflash.kernels.dispatch import select
-from ringflash.launch.check_cells import DTYPES, Cell, call_options, make_dlse, make_inputs, make_mask
+from ringflash.launch.check_problem import DTYPES, Cell, call_options, make_dlse, make_inputs
 from ringflash.launch.check_judge import Judge, Tensors
 from ringflash.launch.check_scale import GROWTH_LIMIT, Problem
 from ringflash.launch.check_table import grid
@@ -105,12 +105,14 @@ def base_2_lse(backend) -> Changed:
 
 
 def hop_0_keys(backend) -> Changed:
-    """The backward uses each rank's own k and v at every step."""
+    """The backward uses the k and v of each rank's first visit, which are its own, at every step (over again where a later visit
+    has more rows)."""
     own: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def backward(dout, q, k, v, *rest, **options):
-        own_k, own_v = own.setdefault(q.data_ptr(), (k, v))
-        return backend.backward(dout, q, own_k[:, : k.shape[1]], own_v[:, : v.shape[1]], *rest, **options)
+        k, v = (first.repeat(1, -(-x.shape[1] // first.shape[1]), 1, 1)[:, : x.shape[1]]
+                for first, x in zip(own.setdefault(q.data_ptr(), (k, v)), (k, v)))
+        return backend.backward(dout, q, k, v, *rest, **options)
 
     return Changed(backend, backward=backward)
 
@@ -168,8 +170,7 @@ def run_ring(cell: Cell, device: torch.device, *, plan: Callable[[Plan], object]
     q, k, v, dout = make_inputs(cell, device)
     options, dlse = call_options(cell, device), make_dlse(cell, device)
     sinks = options.get("sinks")
-    mask = make_mask(cell.mask, cell.seq_len)
-    layout = Layout(cell.layout, cell.seq_len, cell.cp_size, mask)
+    mask, layout = cell.make_mask(), cell.layouts()["layout"]
     kernel = select(cell.kernel, device=device, dtype=q.dtype, head_dim=cell.head_dim, head_dim_v=cell.head_dim_v)
 
     def ring(mask: Mask) -> SimulatedRing:

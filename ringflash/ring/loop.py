@@ -5,7 +5,7 @@ steps those of all ranks in one process.
 """
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,15 +33,20 @@ def drive(waits: Waits) -> None:
         pending.wait()
 
 
-def intervals_of(plan: Plan, visit: Visit, device: torch.device) -> Intervals:
-    """The visit's intervals on `device`; kept (least recently used first out) up to 256 MiB, as every layer asks for the same."""
+def intervals_of(plan: Plan, visit: Visit, device: torch.device, rows: tuple[int, int] | None = None) -> Intervals:
+    """The visit's intervals on `device`; kept (least recently used first out) up to 256 MiB, as every layer asks for the same.
+
+    rows: of the visit's key rows only those from the first to before the second number.
+    """
     def make() -> Intervals:
         # Copied: the plan's arrays are read-only, which torch cannot express.
         ends = [torch.from_numpy(end.copy()) for end in visit.intervals()]
+        if rows is not None:
+            ends = [*(end.clamp(*rows) - rows[0] for end in ends[:2]), *(end[slice(*rows)].clone() for end in ends[2:])]
         # Where the Q side travels the plan is that of the transposed mask: its "queries" are keys.
         return Intervals.from_host(*(ends if plan.rotates == "kv" else ends[2:] + ends[:2]), device)
 
-    key = (plan.key, visit.rank, visit.step, visit.owner, visit.lane, visit.part, device)
+    key = (plan.key, visit.rank, visit.step, visit.owner, visit.lane, visit.part, rows, device)
     return _intervals.get_or_make(key, make, lambda made: _ENTRY_BYTES + 16 * (made.num_q + made.num_k))
 
 
@@ -131,19 +136,24 @@ def backward(
     blocks = Blocks(plan, "backward", rank, queries if rotates_q else keys,
                     QueryWire(q, dout, lse) if rotates_q else HeadWire(keys), exchange)
     grads = Gradients(plan, rank, home, HeadWire(home), exchange)
+    deferred = deferred_rows(plan, rank)
+    for x in home if deferred else ():
+        x[:, slice(*deferred)].zero_()                      # gradients may come home before this rank's own are written
     first = True
     for step in range(plan.num_backward_steps):
         pending = exchange.post(
             step,
             [(m, (grads if m.is_gradient else blocks).outgoing(m)) for m in plan.sends(rank, step, "backward")],
             [(m, (grads if m.is_gradient else blocks).incoming(m)) for m in plan.recvs(rank, step, "backward")])
-        for visit in _visits(plan, rank, step):
+        for visit, rows in _backward_work(plan, rank, step):
             arrived, (target, add) = blocks.of(visit), grads.target(visit)
+            if rows is not None:
+                arrived, target = (tuple(x[:, slice(*rows)] for x in tensors) for tensors in (arrived, target))
             if rotates_q:
                 queries, written, add_dq, add_dkv = arrived, (*target, *stay), add, not first
             else:
                 keys, written, add_dq, add_dkv = arrived, (*stay, *target), not first, add
-            _visit_backward(backend, queries, keys, intervals_of(plan, visit, q.device), written, accumulate_dq=add_dq,
+            _visit_backward(backend, queries, keys, intervals_of(plan, visit, q.device, rows), written, accumulate_dq=add_dq,
                             accumulate_dkv=add_dkv, softmax_scale=softmax_scale, softcap=softcap, deterministic=deterministic)
             first = False
         if pending is not None:
@@ -156,6 +166,27 @@ def backward(
     gradients.extend(x.to(wanted) for x, wanted in ((dq, q.dtype), (dk, kv_dtype), (dv, kv_dtype)))
     if sinks is not None:
         gradients.append(sink_gradient(sinks, lse, delta, dlse, dead_q))
+
+
+def deferred_rows(plan: Plan, rank: int) -> tuple[int, int] | None:
+    """The rank's own key rows whose visit waits for the last step of the backward (Note [A kernel for the last hop]): the later
+    half, where K and V rotate and a gradient travels in that step, else None."""
+    last, rows = plan.num_backward_steps - 1, sum(visit.num_rows for visit in _visits(plan, rank, 0)[:1])
+    if plan.rotates != "kv" or last < plan.num_steps or rows < 2:
+        return None
+    if not plan.sends(rank, last, "backward") and not plan.recvs(rank, last, "backward"):
+        return None
+    return rows // 2, rows
+
+
+def _backward_work(plan: Plan, rank: int, step: int) -> Iterator[tuple[Visit, tuple[int, int] | None]]:
+    """The visits of a step of the backward in their order, with the key rows that are done now (None: all)."""
+    deferred = deferred_rows(plan, rank)
+    for visit in _visits(plan, rank, step):
+        yield visit, (0, deferred[0]) if visit.is_own and deferred else None
+    if deferred and step == plan.num_backward_steps - 1:
+        for visit in _visits(plan, rank, 0):
+            yield visit, deferred
 
 
 def _visit_backward(
