@@ -3,15 +3,18 @@
     python launch/check.py                          the matrix on the loopback ring
     python launch/check.py --quick                  the same lines with fewer cells, under a minute
     python launch/check.py --processes 3 --delays   the matrix on a real ring of 3 processes (gloo; with GPUs NCCL)
+    python launch/check.py --random 300 --seed 7    problems drawn at random from everything that can be asked for together
     python launch/check.py --interpreter            the Triton kernels without a GPU, on a pairwise-covering subset
     python launch/check.py --train --processes 2    one SGD step of a small model on one rank against a ring
     python launch/check.py --train --run DIR        ... of the model that the run in DIR trained
     python launch/check.py --planted all            planted defects must be caught
     python launch/check.py --growth --bitwise 30 --memory       claims about scale; --memory needs a GPU
 
-The matrix: masks x layouts x kernels x query heads per key/value head x ranks x dtypes, for out, lse, dq, dk, dv; and beside it
-softcap, sinks (with their gradient) and values of another head dim, walked through every line. Budgets, for the largest and
-the RMS error against fp64: 2 x that of eager torch in the same dtype + 2 eps max|reference|.
+The matrix: masks x layouts x kernels x query heads per key/value head x ranks x dtypes, for out, lse, dq, dk, dv; beside it
+softcap, sinks (with their gradient) and values of another head dim, walked through every line; and "combined", a subset in which
+every two values meet of all masks (also prefixes, chunks, first tokens, keys of their own), all layouts, routings, and what
+rotates in the backward. Budgets, for the largest and the RMS error against fp64: 2 x that of eager torch in the same dtype + 2
+eps max|reference|.
 Several sections may be asked for at once; without any the matrix runs. --json keeps every figure.
 """
 from __future__ import annotations
@@ -33,6 +36,7 @@ import torch
 from ringflash.kernels import dispatch
 from ringflash.launch import check_cells as cells
 from ringflash.launch.check_judge import Judge, judge_loopback, loopback_cell
+from ringflash.launch.check_problem import head_dim_v
 from ringflash.launch.check_table import CellVerdict, report, write_json
 from ringflash.ring.exchange import EXCHANGES
 
@@ -50,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--processes", type=int, default=None, metavar="N", help="on a real ring of N processes (matrix, --train)")
     what.add_argument("--interpreter", action="store_true", help="triton under its interpreter, pairwise subset, on the CPU")
     what.add_argument("--train", action="store_true", help="training equivalence: loss, gradients, grad norm, weights")
+    what.add_argument("--random", type=int, default=None, metavar="N", help="N problems drawn at random, and their plans' properties")
     what.add_argument("--planted", default=None, metavar="NAME|all", help="planted defects, comma-separated")
     what.add_argument("--growth", action="store_true", help="RMS error at W=8 against W=1")
     what.add_argument("--bitwise", type=int, default=None, metavar="N", help="N runs give the same bits")
@@ -63,13 +68,14 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--kernels", type=words, default=None, help="comma-separated; default: all that run here")
     how.add_argument("--dtypes", type=words, default=None, help="comma-separated: fp32, bf16, fp16 (default: fp32,bf16)")
     how.add_argument("--cp-sizes", type=numbers, default=None, help="ranks of the loopback ring (default: 1,2,3,4,8)")
-    how.add_argument("--masks", type=words, default=None, help=f"of {', '.join(cells.MASKS)}")
-    how.add_argument("--layouts", type=words, default=None, help=f"of {', '.join(cells.LAYOUTS)}")
+    how.add_argument("--masks", type=words, default=None, help=f"of {', '.join(cells.ALL_MASKS)}")
+    how.add_argument("--layouts", type=words, default=None, help=f"of {', '.join(cells.ALL_LAYOUTS)}")
     how.add_argument("--ratios", type=numbers, default=None, help="query heads per key/value head (default: 1,4,7,8)")
     how.add_argument("--variants", type=words, default=None, metavar="NAMES",
                      help=f"of {', '.join(cells.VARIANTS)}; those named are multiplied (default: plain, the others walked)")
     how.add_argument("--seq-lens", type=numbers, default=None)
     how.add_argument("--head-dims", type=numbers, default=None)
+    how.add_argument("--seed", type=int, default=0, help="of --random: case i is that of seed + i")
     how.add_argument("--lengths", type=numbers, default=(262144, 524288, 1048576), help="of --memory")
     how.add_argument("--delays", type=float, nargs="?", const=20.0, default=0.0, metavar="MS",
                      help="with --processes: random pauses of every rank before every batch, up to MS (20)")
@@ -100,16 +106,20 @@ def choose(options: argparse.Namespace, name: str, default: Sequence, valid: Seq
     return tuple(given)
 
 
+def valid_kernels() -> list[str]:
+    return [name for name in dispatch.KERNELS if name != "auto"]
+
+
 def chosen_kernels(options: argparse.Namespace, dtypes: Sequence[str], head_dims: Sequence[int],
                    variants: Sequence[str] = ("plain",)) -> tuple[str, ...]:
     """The kernels to check; RuntimeError when one that was named cannot run here (none is ever replaced by another)."""
-    named = choose(options, "kernels", KERNELS[options.device], [name for name in dispatch.KERNELS if name != "auto"])
+    named = choose(options, "kernels", KERNELS[options.device], valid_kernels())
     for kernel in named:
         for dtype in dtypes:
             for head_dim in head_dims:
                 for variant in variants:
                     dispatch.select(kernel, device=options.device, dtype=cells.DTYPES[dtype], head_dim=head_dim,
-                                    head_dim_v=cells.head_dim_v(variant, head_dim))
+                                    head_dim_v=head_dim_v(variant, head_dim))
     return named
 
 
@@ -118,7 +128,7 @@ def walked_variants(kernel: str, options: argparse.Namespace, dtypes: Sequence[s
     found = []
     for variant in cells.VARIANTS[1:]:
         reasons = [dispatch.unavailable(kernel, device=options.device, dtype=cells.DTYPES[dtype], head_dim=head_dim,
-                                        head_dim_v=cells.head_dim_v(variant, head_dim))
+                                        head_dim_v=head_dim_v(variant, head_dim))
                    for dtype in dtypes for head_dim in head_dims]
         if any(reasons):
             print(f"{kernel}: no cells of variant {variant}: {next(filter(None, reasons))}", flush=True)
@@ -137,14 +147,19 @@ def matrix_cells(options: argparse.Namespace) -> list[cells.Cell]:
     walked = {}
     if options.variants is None:
         walked = {kernel: walked_variants(kernel, options, dtypes, head_dims) for kernel in kernels}
-    masks, layouts = choose(options, "masks", cells.MASKS, cells.MASKS), choose(options, "layouts", cells.LAYOUTS, cells.LAYOUTS)
-    ratios = choose(options, "ratios", cells.RATIOS)
+    masks, layouts = (choose(options, "masks", cells.MASKS, cells.ALL_MASKS),
+                      choose(options, "layouts", cells.LAYOUTS, cells.ALL_LAYOUTS))
+    axes = dict(seq_lens=seq_lens, head_dims=head_dims, cp_sizes=cp_sizes, ratios=choose(options, "ratios", cells.RATIOS))
+    everything = axes | dict(masks=choose(options, "masks", cells.ALL_MASKS), layouts=choose(options, "layouts", cells.ALL_LAYOUTS))
+
+    def combined(kernel: str, dtypes: Sequence[str], group: str = "") -> list[cells.Cell]:
+        return cells.pairwise_cells(kernel, dtypes=dtypes, variants=(*named, *walked.get(kernel, ())), group=group, **everything)
+
     if options.pairwise:
-        return [cell for kernel in kernels for cell in cells.pairwise_cells(
-            kernel, dtypes=dtypes, seq_lens=seq_lens, head_dims=head_dims, cp_sizes=cp_sizes, masks=masks, layouts=layouts,
-            ratios=ratios, variants=(*named, *walked.get(kernel, ())))]
-    return cells.matrix(kernels, dtypes, cp_sizes=cp_sizes, seq_lens=seq_lens, head_dims=head_dims, masks=masks, layouts=layouts,
-                        ratios=ratios, diagonal=options.quick, variants=named, walked=walked)
+        return [cell for kernel in kernels for cell in combined(kernel, dtypes)]
+    found = cells.matrix(kernels, dtypes, masks=masks, layouts=layouts, diagonal=options.quick, variants=named, walked=walked, **axes)
+    per_walk = [dtypes] if options.quick else [(dtype,) for dtype in dtypes]
+    return found + [cell for kernel in kernels for walk in per_walk for cell in combined(kernel, walk, "combined")]
 
 
 def check_matrix(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[bool, list[CellVerdict]]:
@@ -172,7 +187,8 @@ def check_interpreter(options: argparse.Namespace) -> tuple[bool, dict]:
     command = [sys.executable, "-m", "ringflash.launch.check", "--pairwise", "--device", "cpu", "--kernels", "triton",
                "--dtypes", ",".join(options.dtypes or ("fp32", "bf16", "fp16")),
                "--seq-lens", ",".join(map(str, options.seq_lens or (1, 17, 33, 48))),
-               "--head-dims", ",".join(map(str, options.head_dims or (16, 40)))]
+               "--head-dims", ",".join(map(str, options.head_dims or (16, 40))),
+               "--masks", ",".join(options.masks or cells.MASKS), "--layouts", ",".join(options.layouts or cells.LAYOUTS)]
     environment = dict(os.environ, TRITON_INTERPRET="1",
                        PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
     print("Triton interpreter, pairwise-covering subset", flush=True)
@@ -184,12 +200,12 @@ def run_sections(options: argparse.Namespace, say: Callable[[str], None]) -> dic
     """Every section that was asked for, by name: (held, what it found)."""
     device = torch.device(options.device)
     found: dict[str, tuple[bool, object]] = {}
-    others = (options.interpreter, options.train, options.planted, options.growth, options.bitwise, options.memory)
+    others = (options.interpreter, options.train, options.planted, options.growth, options.bitwise, options.memory, options.random)
     if options.matrix or not any(others):
         found["matrix"] = check_matrix(options, say)
     if options.interpreter:
         found["interpreter"] = check_interpreter(options)
-    scale_kernels = chosen_kernels(options, ("bf16",), (64,)) if any(others[2:]) else ()
+    scale_kernels = chosen_kernels(options, ("bf16",), (64,)) if any(others[2:6]) else ()
     large = device.type == "cuda"
     if options.planted:
         from ringflash.launch import check_planted
@@ -210,6 +226,12 @@ def run_sections(options: argparse.Namespace, say: Callable[[str], None]) -> dic
         found["bitwise"] = check_scale.bitwise(scale_kernels, device, repeats=options.bitwise, **size)
     if options.memory:
         found["memory"] = check_scale.memory(scale_kernels[0], device, seq_lens=options.lengths)
+    if options.random:
+        from ringflash.launch import check_random
+
+        found["random"] = check_random.check(options.random, options.seed, device=options.device,
+                                             kernels=choose(options, "kernels", KERNELS[options.device], valid_kernels()),
+                                             dtypes=choose(options, "dtypes", check_random.DTYPES, list(cells.DTYPES)), say=say)
     if options.train:
         from ringflash.launch.check_train import check_train
 
@@ -246,6 +268,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         top.error("--delays: only a ring of --processes can be delayed")
     if options.exchange != "auto" and options.processes is None:
         top.error(f"--exchange={options.exchange}: only a ring of --processes has one")
+    if options.random is not None and options.random < 1:
+        top.error(f"--random={options.random}: must be >= 1")
     if options.processes is not None and options.processes < 1:
         top.error(f"--processes={options.processes}: must be >= 1")
     try:

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from ringflash import Layout, simulate
-from ringflash.launch.check_cells import (
-    DTYPES, Cell, call_options, make_dlse, make_inputs, make_mask, mask_options)
+from ringflash import simulate
+from ringflash.launch.check_problem import DTYPES, Cell, allowed, call_options, make_dlse, make_inputs
 from ringflash.launch.check_table import CellVerdict
 from ringflash.tests.support import budgets, oracle
 
@@ -17,12 +16,10 @@ Tensors = dict[str, torch.Tensor]
 
 
 def loopback_cell(cell: Cell, device: torch.device | str) -> Tensors:
-    """All ranks in this process: out [B, S, Hq, Dv], lse [B, Hq, S], dq, dk, dv, in global order, and dsinks [Hq] with sinks."""
-    mask = make_mask(cell.mask, cell.seq_len)
+    """All ranks in this process: out [B, Sq, Hq, Dv], lse [B, Hq, Sq], dq, dk, dv, in global order, and dsinks [Hq] with sinks."""
     return differentiate(
-        simulate, *make_inputs(cell, device), make_dlse(cell, device), cp_size=cell.cp_size,
-        layout=Layout(cell.layout, cell.seq_len, cell.cp_size, mask), mask=mask, kernel=cell.kernel,
-        deterministic=cell.deterministic, **call_options(cell, device))
+        simulate, *make_inputs(cell, device), make_dlse(cell, device), cp_size=cell.cp_size, mask=cell.make_mask(),
+        **cell.layouts(), **cell.how(), **call_options(cell, device))
 
 
 def differentiate(attend: Callable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor,
@@ -41,15 +38,15 @@ def differentiate(attend: Callable, q: torch.Tensor, k: torch.Tensor, v: torch.T
 class Judge:
     """Keeps the oracle's answers of the latest problems: cells that differ in kernel, layout or ranks share them."""
 
-    def __init__(self, device: torch.device | str):
+    def __init__(self, device: torch.device | str, keep: int = 256):
         self.device = torch.device(device)
-        self._answers = functools.lru_cache(maxsize=256)(self._answer)
+        self._answers = functools.lru_cache(maxsize=keep)(self._answer)
         self._cells: dict[tuple, Cell] = {}
 
     def _answer(self, problem: tuple) -> tuple[oracle.Result, oracle.Result]:
         cell = self._cells[problem]
         q, k, v, dout = make_inputs(cell, self.device)
-        options = dict(dout=dout, dlse=make_dlse(cell, self.device), **mask_options(cell.mask, cell.seq_len),
+        options = dict(dout=dout, dlse=make_dlse(cell, self.device), allowed=allowed(cell, self.device),
                        **call_options(cell, self.device))
         return oracle.attention_oracle(q, k, v, **options), oracle.eager_attention(q, k, v, **options)
 

@@ -9,10 +9,10 @@ from unittest import mock
 
 import torch
 
-from ringflash import Layout, ring_attention, shard
+from ringflash import ring_attention, shard
 from ringflash.kernels import dispatch
-from ringflash.launch.check_cells import DTYPES, TENSORS, Cell, call_options, make_dlse, make_inputs, make_mask
 from ringflash.launch.check_judge import differentiate
+from ringflash.launch.check_problem import DTYPES, TENSORS, Cell, call_options, make_dlse, make_inputs
 from ringflash.launch.check_spawn import Rank, run_ranks
 from ringflash.ring.copy_engine import CopyExchange
 from ringflash.ring.exchange import DistributedExchange
@@ -39,9 +39,9 @@ def assemble(cells: Sequence[Cell], shards: Sequence[Sequence[dict[str, torch.Te
     results = []
     for index in range(len(cells)):
         parts = [shard[index] for shard in shards]
-        order = torch.argsort(torch.cat([part["positions"] for part in parts]))
-        whole = {name: torch.cat([part[name] for part in parts], dim=_dim(name)).index_select(_dim(name), order)
-                 for name in TENSORS}
+        order, order_k = (torch.argsort(torch.cat([part[name] for part in parts])) for name in ("positions", "positions_k"))
+        whole = {name: torch.cat([part[name] for part in parts], dim=_dim(name)).index_select(
+            _dim(name), order_k if name in ("dk", "dv") else order) for name in TENSORS}
         if cells[index].has_sinks:
             whole["dsinks"] = torch.stack([part["dsinks"] for part in parts]).sum(0)     # each rank has its rows' share
         results.append(whole)
@@ -78,17 +78,20 @@ def warm_up(cells: Sequence[Cell], device: torch.device) -> None:
 
 
 def ring_cell(cell: Cell, device: torch.device, group, exchange: str = "auto") -> dict[str, torch.Tensor]:
-    """This rank's part of a cell through the public op, on the CPU: out, dq, dk, dv [B, S_local, H, D or Dv], lse
-    [B, Hq, S_local], positions [S_local], and with sinks dsinks [Hq]."""
-    mask = make_mask(cell.mask, cell.seq_len)
-    layout = Layout(cell.layout, cell.seq_len, cell.cp_size, mask, group=group)
+    """This rank's part of a cell through the public op, on the CPU: out, dq, dk, dv [B, rows, H, D or Dv], lse [B, Hq, rows],
+    positions of its queries and positions_k of its keys [rows], and with sinks dsinks [Hq]."""
+    layouts = cell.layouts(group)
+    layout, layout_k = layouts["layout"], layouts.get("layout_k", layouts["layout"])
+    q, k, v, dout = make_inputs(cell, device)
+    q, dout = (shard(x, layout, group=group) for x in (q, dout))
+    k, v = (shard(x, layout_k, group=group) for x in (k, v))
     dlse = make_dlse(cell, device)
     tensors = differentiate(
-        ring_attention, *(shard(x, layout, group=group) for x in make_inputs(cell, device)),
-        None if dlse is None else shard(dlse, layout, group=group, dim=2), mask=mask, layout=layout, group=group,
-        kernel=cell.kernel, exchange=exchange, deterministic=cell.deterministic, **call_options(cell, device))
-    positions = torch.from_numpy(layout.positions(torch.distributed.get_rank(group)))
-    return {**{name: tensor.cpu() for name, tensor in tensors.items()}, "positions": positions}
+        ring_attention, q, k, v, dout, None if dlse is None else shard(dlse, layout, group=group, dim=2), mask=cell.make_mask(),
+        group=group, exchange=exchange, **layouts, **cell.how(), **call_options(cell, device))
+    rank = torch.distributed.get_rank(group)
+    return {**{name: tensor.cpu() for name, tensor in tensors.items()}, "positions": torch.from_numpy(layout.positions(rank)),
+            "positions_k": torch.from_numpy(layout_k.positions(rank))}
 
 
 def pause(clock: random.Random, delay_ms: float, device: torch.device) -> None:
