@@ -1,0 +1,206 @@
+"""Backward of one visit for Hopper: what `hopper.py` calls. Head dims 64 and 128, fp16 and bf16. Note [Hopper backward].
+
+Shapes and semantics are those of `reference`. Operands (q, k, v, dout) that a tensor map cannot describe (last stride not 1, base
+or strides no multiples of 16 bytes, expanded dims) are copied; such a dq, dk or dv is computed in a buffer and added or copied.
+"""
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import triton_dq
+from .gluon_shim import TensorDescriptor, describable, describe, gl
+from .hopper_backward_kernel import backward_kernel
+from .hopper_backward_prepare import prepare
+from .intervals import Intervals
+from .triton_backward import exponent
+from .triton_support import rows_last
+from .triton_tiles import tile_for
+
+KEYS = 128  # of a tile: fewer would double the traffic of dq
+# Heads walked together: with one at a time the last wave is long where a head has few tiles (8k rows, 8 kv heads, causal: 80% of
+# the SMs' time used, against 98%), with all of them q and dout do not stay in L2.
+SECTION_BYTES = 48 << 20
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compiled kernel. The static table below is all there is: nothing is chosen by timing."""
+
+    block_m: int  # query rows of a step
+    by_rows: bool  # the consumers share a step's dq by rows (else by columns)
+    packed: bool  # ds is made from the p that was rounded to 16 bits, else from that in fp32
+    init_dp: bool  # the sum of dp starts from -delta
+    late: bool  # dp is started after p
+    consumer_regs: int = 240
+    other_regs: int = 24
+
+
+VARIANTS = {
+    128: Variant(block_m=64, by_rows=False, packed=False, init_dp=True, late=True),
+    64: Variant(block_m=128, by_rows=True, packed=True, init_dp=False, late=False),
+}
+
+
+@torch.no_grad()
+def backward(
+    dout: Tensor,  # IN    [B, Sq, Hq, D], any strides
+    q: Tensor,  # IN    [B, Sq, Hq, D], any strides
+    k: Tensor,  # IN    [B, Sk, Hkv, D], any strides
+    v: Tensor,  # IN    [B, Sk, Hkv, D], any strides
+    lse: Tensor,  # IN    [B, Hq, Sq] fp32, merged, natural log
+    delta: Tensor,  # IN    [B, Hq, Sq] fp32
+    intervals: Intervals,
+    *,
+    softmax_scale: float,
+    softcap: float = 0.0,
+    dq: Tensor,  # OUT / INOUT [B, Sq, Hq, D] fp32
+    dk: Tensor,  # OUT / INOUT [B, Sk, Hkv, D] fp32
+    dv: Tensor,  # OUT / INOUT [B, Sk, Hkv, D] fp32
+    accumulate_dq: bool,
+    accumulate_dkv: bool,
+    deterministic: bool,
+    spare_sms: int = 0,  # nothing here to spare: the grid is not persistent
+) -> None:
+    """This visit's share of dq, dk, dv. Not accumulating: every row is written and nothing is read. Rows whose lse is -inf give
+    nothing. deterministic: the same bits from run to run, with a query-stationary kernel for dq. Otherwise dq is the sum of fp32
+    additions in any order, and so are some rows of dk and dv where all keys see the same queries."""
+    nothing = 0 in q.shape or 0 in k.shape or intervals.is_empty
+    if not accumulate_dq and (nothing or not deterministic):
+        dq.zero_()  # the kernel adds
+    if nothing:
+        if not accumulate_dkv:
+            dk.zero_()
+            dv.zero_()
+        return
+    # The kernel wants a positive scale: a sign or a zero goes into the keys, which is right for dq, and into dk's last factor.
+    sign = (softmax_scale > 0) - (softmax_scale < 0)
+    if sign <= 0:
+        k, softmax_scale = k * sign, abs(softmax_scale) or 1.0
+    dout, q, k, v = (_operand(x) for x in (dout, q, k, v))
+    targets = [_target(x, keep) for x, keep in ((dq, True), (dk, accumulate_dkv), (dv, accumulate_dkv))]
+    variant = VARIANTS[q.shape[-1]]
+    with torch.cuda.device(q.device):
+        grid, arguments, options = backward_launch(
+            dout, q, k, v, lse, delta, intervals, None if deterministic else targets[0], *targets[1:], softmax_scale, softcap,
+            sign, accumulate_dkv, variant, torch.cuda.get_device_properties(q.device).multi_processor_count)
+        backward_kernel[grid](**arguments, **options)
+        if deterministic:
+            _dq_by_rows(dout, q, k, v, lse, delta, intervals, dq, softmax_scale, softcap, accumulate_dq)
+            targets[0] = dq
+    for x, target, keep in zip((dq, dk, dv), targets, (True, accumulate_dkv, accumulate_dkv)):
+        if target is not x:
+            x.add_(target) if keep else x.copy_(target)
+
+
+def _operand(x: Tensor) -> Tensor:
+    """x, or a copy that a tensor map can describe."""
+    return x if describable(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def _target(x: Tensor, accumulate: bool) -> Tensor:
+    """x, or what stands in for it."""
+    if describable(x):
+        return x
+    make = torch.zeros if accumulate else torch.empty
+    return make(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _dq_by_rows(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, intervals: Intervals, dq: Tensor,
+    softmax_scale: float, softcap: float, accumulate: bool,
+) -> None:
+    """dq [B, Sq, Hq, D] fp32, last stride 1, by the query-stationary kernel of the triton backend (shapes as `backward`)."""
+    dead = lse == -math.inf
+    grid, arguments, options = triton_dq.dq_launch(
+        dout, q, k, v, exponent(rows_last(lse)), torch.where(dead, 0.0, delta), intervals.k_lo, intervals.k_hi, dq,
+        softmax_scale, softcap, accumulate, tile_for("hopper", q.shape[-1], "dq", q.dtype))
+    triton_dq.dq_kernel[grid](**arguments, **options)
+
+
+def delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
+    """rowsum(dout * out) - dlse: fp32 [B, Hq, Sq]. dout, out: [B, Sq, Hq, D], dlse [B, Hq, Sq], any strides."""
+    with torch.cuda.device(out.device):
+        return triton_dq.delta(dout, out, dlse)
+
+
+def backward_launch(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor,  # describable
+    lse: Tensor, delta: Tensor, intervals: Intervals,
+    dq: Tensor | None,  # INOUT [B, Sq, Hq, D] fp32; None: left to another kernel
+    dk: Tensor, dv: Tensor,
+    softmax_scale: float,  # > 0
+    softcap: float,
+    dk_sign: int,
+    accumulate: bool,
+    variant: Variant,
+    sms: int,
+) -> tuple[tuple[int], dict[str, Any], dict[str, int]]:
+    """(grid, kernel arguments, options) of `backward_kernel`. Runs `prepare`, and zeroes the rows of dk and dv that several
+    programs add to. Shapes as `backward`, all describable."""
+    batch, num_q, num_heads, head_dim = q.shape
+    num_k, num_kv_heads = k.shape[1], k.shape[2]
+    capped = softcap > 0
+    # bf16 has fp32's range. In fp16 p times the scale would sink into its subnormal numbers at long lengths.
+    folded = q.dtype == torch.bfloat16
+    row_lse, row_delta = prepare(lse, delta, softmax_scale, folded, variant.init_dp)
+    block_m, half = variant.block_m, KEYS // 2
+    dq_block = [1, block_m // 2, 1, head_dim] if variant.by_rows else [1, block_m, 1, head_dim // 2]
+    num_kv_total = batch * num_kv_heads
+    num_tiles, section = -(-num_k // KEYS), _section(q, num_kv_total)
+    num_whole, parts = (num_tiles * num_kv_total, 1) if dq is None else _shares(intervals, num_tiles * num_kv_total, sms)
+    if parts > 1 and not accumulate:
+        # what several programs add to has to hold something: the rows of the tiles that are cut
+        in_last = num_whole - (num_kv_total - 1) // section * section * num_tiles
+        first_rank = max(0, in_last) // (num_kv_total - (num_kv_total - 1) // section * section)
+        for x in (dk, dv):
+            x[:, first_rank * KEYS:].zero_()
+    arguments = dict(
+        q=describe(q, [1, block_m, 1, head_dim]), k=describe(k, [1, KEYS, 1, head_dim]), v=describe(v, [1, KEYS, 1, head_dim]),
+        dout=describe(dout, [1, block_m, 1, head_dim]), row_lse=_rows(row_lse, block_m), row_delta=_rows(row_delta, block_m),
+        dq=describe(dk, [1, half, 1, head_dim]) if dq is None else describe(dq, dq_block),
+        dk=describe(dk, [1, half, 1, head_dim]), dv=describe(dv, [1, half, 1, head_dim]),
+        q_lo=intervals.q_lo, q_hi=intervals.q_hi,
+        exponent_scale=softmax_scale / softcap if capped else softmax_scale * math.log2(math.e),
+        dq_scale=1.0 if folded else softmax_scale, dk_scale=float(dk_sign) * (1.0 if folded else softmax_scale),
+        dv_scale=1.0 / softmax_scale if folded else 1.0, softcap=float(softcap),
+        num_q=num_q, num_k=num_k, num_heads=num_heads, group=num_heads // num_kv_heads, num_kv_total=num_kv_total,
+        section=section, num_whole=num_whole, parts=parts, accumulate=int(accumulate),
+        D=head_dim, BM=block_m, HALF=half, BY_ROWS=variant.by_rows, INIT_DP=variant.init_dp,
+        # a cap keeps its slope beside p: only so do the registers suffice
+        PACKED=variant.packed or capped, LATE=variant.late or capped, CAPPED=capped, FOLDED=folded, WITH_DQ=dq is not None,
+        CONSUMER_REGS=variant.consumer_regs, OTHER_REGS=variant.other_regs,
+    )
+    grid = num_whole + (num_tiles * num_kv_total - num_whole) * parts
+    return (grid,), arguments, {"num_warps": 4, "maxnreg": 168}
+
+
+def _rows(x: Tensor, block: int) -> TensorDescriptor:
+    """Descriptor of x [B * Hq, padded] fp32 with blocks of `block` numbers of one row, not swizzled: read as they lie."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [1, block], layout)
+
+
+def _section(q: Tensor, num_kv_total: int) -> int:
+    """kv heads (of num_kv_total, over all batches) whose queries take about SECTION_BYTES (q and dout) together; at least 1."""
+    per_head = 2 * q.shape[0] * q.shape[1] * q.shape[2] * q.shape[3] * q.element_size() // num_kv_total
+    return max(1, min(num_kv_total, SECTION_BYTES // per_head))
+
+
+def _shares(intervals: Intervals, tiles: int, sms: int) -> tuple[int, int]:
+    """(key tiles that one program computes whole, programs for each of the others).
+
+    Where all key tiles have the same work (their keys see the same queries), the last wave leaves SMs idle: its tiles are cut
+    along the queries, at most eight times. Under a causal mask the short tiles come last and do that by themselves.
+    """
+    lo, hi = intervals.host_q_lo, intervals.host_q_hi
+    rest = tiles % sms
+    if rest == 0 or int(lo[0]) != int(lo[-1]) or int(hi[0]) != int(hi[-1]):
+        return tiles, 1
+    # a share costs its prologue and a second addition to dk and dv: about a 64th of a long tile
+    parts = min((1, 2, 4, 8), key=lambda n: -(-rest * n // sms) * (1 / n + 1 / 64))
+    return (tiles - rest, parts) if parts > 1 else (tiles, 1)

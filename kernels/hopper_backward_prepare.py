@@ -1,0 +1,68 @@
+"""What the hopper backward reads per query row, prepared once per visit in the form that its kernel uses."""
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .triton_support import LOG2_E, strides
+
+ROWS = 1024  # of a program
+PAD = 128  # rows are padded to a multiple of this: whole query tiles for every BM, and 16-byte strides for the tensor maps
+
+
+_LENGTHS = ["num_q", "padded", "num_heads", "lse_sb", "lse_sh", "lse_ss", "delta_sb", "delta_sh", "delta_ss"]
+
+
+@triton.jit(do_not_specialize=_LENGTHS, do_not_specialize_on_alignment=["lse", "delta"])
+def prepare_kernel(
+    lse,  # IN    [B, Hq, Sq] fp32, natural log, merged
+    delta,  # IN    [B, Hq, Sq] fp32
+    row_lse,  # OUT   [B * Hq, padded] fp32 contiguous
+    row_delta,  # OUT   [B * Hq, padded] fp32 contiguous
+    num_q, padded, num_heads,
+    shift,  # added to lse in base 2
+    delta_factor,
+    lse_sb, lse_sh, lse_ss, delta_sb, delta_sh, delta_ss,
+    BLOCK: tl.constexpr,
+):
+    head_b = tl.program_id(1)
+    batch = (head_b // num_heads).to(tl.int64)
+    head = (head_b % num_heads).to(tl.int64)
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    rows64 = rows.to(tl.int64)  # B * Hq * Sq elements pass 2^31
+    real = rows < num_q
+    value = tl.load(lse + batch * lse_sb + head * lse_sh + rows64 * lse_ss, mask=real, other=-float("inf"))
+    row_sum = tl.load(delta + batch * delta_sb + head * delta_sh + rows64 * delta_ss, mask=real, other=0.0)
+    dead = value == -float("inf")
+    # By selection: whatever delta holds in a row that saw nothing, and for rows past the end, p and ds are 0.
+    value = tl.where(dead, float("inf"), value * LOG2_E + shift)
+    row_sum = tl.where(dead, 0.0, row_sum)
+    target = head_b.to(tl.int64) * padded + rows64
+    tl.store(row_lse + target, value, mask=rows < padded)
+    tl.store(row_delta + target, row_sum * delta_factor, mask=rows < padded)
+
+
+def prepare(
+    lse: Tensor,  # IN    [B, Hq, Sq] fp32, any strides
+    delta: Tensor,  # IN    [B, Hq, Sq] fp32, any strides
+    softmax_scale: float,  # > 0
+    folded: bool, init_dp: bool,
+) -> tuple[Tensor, Tensor]:
+    """(row_lse, row_delta) [B * Hq, padded] fp32.
+
+    row_lse: lse in base 2, less log2(softmax_scale) when folded: p then comes out multiplied by the scale. Rows that saw nothing
+    and rows past the end: +inf, so that p is 0. row_delta: delta, negated with init_dp; 0 in such rows.
+    """
+    batch, num_heads, num_q = lse.shape
+    padded = -(-num_q // PAD) * PAD
+    row_lse = torch.empty((batch * num_heads, padded), dtype=torch.float32, device=lse.device)
+    row_delta = torch.empty_like(row_lse)
+    prepare_kernel[(triton.cdiv(padded, ROWS), batch * num_heads)](
+        lse, delta, row_lse, row_delta, num_q, padded, num_heads, -math.log2(softmax_scale) if folded else 0.0,
+        -1.0 if init_dp else 1.0,
+        *strides(lse), *strides(delta), BLOCK=ROWS)
+    return row_lse, row_delta
