@@ -26,6 +26,8 @@ from ringflash.ring import watchdog
 
 SECTIONS = ("stress", "matrix", "link", "overlap", "nccl", "ring", "trace")
 
+EXCHANGES = ("nccl", "nccl-high", "copy")
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -51,7 +53,7 @@ def add_parser(what: argparse._SubParsersAction) -> None:
     sub = what.add_parser("multi", help="several GPUs of one host", description=__doc__,
                           formatter_class=argparse.RawDescriptionHelpFormatter)
     sub.add_argument("--sections", default=",".join(SECTIONS), help=f"of {', '.join(SECTIONS)} (default: all)")
-    sub.add_argument("--exchanges", default="nccl,copy")
+    sub.add_argument("--exchanges", default=",".join(EXCHANGES), help="nccl-high: NCCL on a stream of high priority")
     sub.add_argument("--processes", type=int, default=None, help="ranks (default: one per GPU, or what torchrun started)")
     sub.add_argument("--kernel", default="auto", help="of the timed sections")
     sub.add_argument("--rows", default="2048,4096,8192,16384,32768,65536,131072", help="rows per GPU of the ring")
@@ -82,8 +84,8 @@ def read(options: argparse.Namespace) -> Plan:
     if unknown := [name for name in sections if name not in SECTIONS]:
         raise ValueError(f"--sections={unknown[0]}: unknown; valid: {', '.join(SECTIONS)}")
     exchanges = words(options.exchanges)
-    if unknown := [name for name in exchanges if name not in ("nccl", "copy")] or not exchanges:
-        raise ValueError(f"--exchanges={options.exchanges}: valid are nccl, copy")
+    if not exchanges or set(exchanges) - set(EXCHANGES):
+        raise ValueError(f"--exchanges={options.exchanges}: valid are {', '.join(EXCHANGES)}")
     return Plan(sections, exchanges, options.kernel, numbers(options.rows), numbers(options.hop_rows), numbers(options.sizes_mib),
                 numbers(options.channels), numbers(options.spare_sms), options.peers_up_to, options.steps, words(options.kernels),
                 words(options.dtypes), options.repeats, options.json, options.trace)
@@ -104,7 +106,8 @@ def run_rank(rank: Rank, plan: Plan) -> list[dict]:
     cells = bench_multi_check.matrix_cells(plan.kernels, plan.dtypes, rank.num_processes)
     work: dict[str, Callable[[], object]] = {
         "stress": lambda: bench_multi_check.stress(rank, plan.steps, say),
-        "matrix": lambda: bench_multi_check.matrix(rank, plan.exchanges, cells, say, delay_ms=1.0),
+        "matrix": lambda: bench_multi_check.matrix(rank, [name for name in plan.exchanges if name != "nccl-high"], cells, say,
+                                                   delay_ms=1.0),
         "link": lambda: bench_multi_links.bandwidth(plan.exchanges, plan.sizes_mib, device, say, **timed),
         "overlap": lambda: bench_multi_links.overlap(plan.exchanges, plan.hop_rows, plan.kernel, device, say, **timed),
         "nccl": lambda: bench_multi_links.nccl_sweep(plan.channels, 8192, plan.kernel, device, say, spare_sms=plan.spare_sms,

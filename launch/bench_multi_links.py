@@ -20,11 +20,23 @@ ROW_BYTES = NUM_KV_HEADS * 2 * HEAD_DIM * 2                 # of K and V of one 
 Say = Callable[[dict], None]
 
 
+_high: list[dist.ProcessGroup] = []
+
+
+def carrier_of(name: str) -> tuple[str, dist.ProcessGroup]:
+    """(exchange, group) of a carrier's name: nccl, copy, or nccl-high, NCCL on a stream of high priority."""
+    if name != "nccl-high":
+        return name, dist.group.WORLD
+    if not _high:
+        _high.append(dist.new_group(pg_options=dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)))
+    return "nccl", _high[0]
+
+
 class Hop:
     """Every rank sends `rows` rows of K and V to the next one, again and again, over one carrier."""
 
-    def __init__(self, exchange: str, rows: int, device: torch.device, group: dist.ProcessGroup | None = None):
-        group = group or dist.group.WORLD
+    def __init__(self, name: str, rows: int, device: torch.device, group: dist.ProcessGroup | None = None):
+        exchange, group = carrier_of(name) if group is None else (name, group)
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         plan = build_plan(Mask(causal=False), Layout("contiguous", size * rows, size), lanes=(1,))
         self.carrier = make_carrier(exchange, group, plan, "forward", {"kv": ROW_BYTES, "dkv": 2 * ROW_BYTES}, device)

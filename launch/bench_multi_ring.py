@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ringflash import Layout, Mask, ring_attention
 from ringflash.kernels import dispatch
 from ringflash.launch.bench_kernels import BACKWARD_FLOPS
-from ringflash.launch.bench_multi_links import DTYPE, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, Say
+from ringflash.launch.bench_multi_links import DTYPE, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, Say, carrier_of
 from ringflash.launch.bench_multi_timing import Task, interleaved
 from ringflash.ring import loop
 from ringflash.ring.plan import build_plan
@@ -136,12 +136,12 @@ class Peer:
 def bench(exchanges: Sequence[str], rows_list: Sequence[int], kernel: str, device: torch.device, say: Say, *, repeats: int,
           peers_up_to: int, at_least_ms: float = 50.0) -> list[dict]:
     """One record per rows and candidate: milliseconds, TFLOP/s per GPU, and the share of one GPU's kernel at equal work."""
-    records, group, size = [], dist.group.WORLD, dist.get_world_size()
+    records, size = [], dist.get_world_size()
     for rows in rows_list:
         # As many pairs as each rank of the ring has: a causal square of rows * sqrt(W).
         alone = max(128, round(rows * size ** 0.5 / 128) * 128)
         runs: dict = {"one GPU": Ours(alone, device, kernel), "visits": Visits(rows, device, kernel)}
-        runs |= {name: Ours(rows, device, kernel, name, group) for name in exchanges}
+        runs |= {name: Ours(rows, device, kernel, *carrier_of(name)) for name in exchanges}
         failures, differs = {}, {}
         for name, (rotate, backend) in PEERS.items() if rows <= peers_up_to else ():
             try:
@@ -177,7 +177,7 @@ def bench(exchanges: Sequence[str], rows_list: Sequence[int], kernel: str, devic
 def trace(exchanges: Sequence[str], rows: int, kernel: str, device: torch.device, prefix: str) -> None:
     """PREFIX-CARRIER.json of rank 0: a Chrome trace of three forwards and backwards in a row, with kernels, copies and ranges."""
     for name in exchanges:
-        run = Ours(rows, device, kernel, name, dist.group.WORLD)
+        run = Ours(rows, device, kernel, *carrier_of(name))
         run.both()
         torch.cuda.synchronize(device)
         dist.barrier(device_ids=[device.index])

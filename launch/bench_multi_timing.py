@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 CYCLES_PER_MS = 2_000_000                   # of torch.cuda._sleep; more than any clock here, so never too short a lead
-MAX_LEAD_MS = 400.0
+MAX_LEAD_MS, LONG_MS = 400.0, 400.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,25 +26,26 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Milliseconds of one run: on the GPU, and of the host that queues it (all that it takes where the GPU waits for the host)."""
+    """Milliseconds of one run: on the GPU, and of the host that queues it (which counts where the GPU waits for the host)."""
     gpu_ms: float
     host_ms: float
 
 
 def sample(task: Task, times: int, lead_ms: float, device: torch.device) -> Timing:
-    """One of `times` runs that are queued behind each other. The GPU sleeps for lead_ms while the first ones are queued; one run
-    stands before the clock starts, in which the ranks meet. Of the slowest rank."""
+    """One of `times` runs that are queued behind each other. The GPU sleeps for lead_ms while the first ones are queued; where
+    there is a lead, one run stands before the clock starts, in which the ranks meet. Of the slowest rank."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize(device)
     dist.barrier(device_ids=[device.index])
-    torch.cuda._sleep(int(lead_ms * CYCLES_PER_MS))
-    start = time.perf_counter()
-    task.run()
+    start, before = time.perf_counter(), 1 if lead_ms else 0
+    if lead_ms:
+        torch.cuda._sleep(int(lead_ms * CYCLES_PER_MS))
+        task.run()
     begin.record()
     for _ in range(times):
         task.run()
     end.record()
-    host_ms = (time.perf_counter() - start) * 1e3 / (times + 1)
+    host_ms = (time.perf_counter() - start) * 1e3 / (times + before)
     torch.cuda.synchronize(device)
     both = torch.tensor([begin.elapsed_time(end) / times, host_ms], device=device)
     dist.all_reduce(both, op=dist.ReduceOp.MAX)
@@ -54,20 +55,24 @@ def sample(task: Task, times: int, lead_ms: float, device: torch.device) -> Timi
 def interleaved(tasks: Mapping, device: torch.device, *, repeats: int, at_least_ms: float, most: int = 40) -> dict:
     """Medians over `repeats` samples of each task, every round one sample of each. {name: Timing}.
 
-    A sample has as many runs as take at_least_ms, at most `most`, and a lead that keeps the host ahead of the GPU to its end.
+    A sample has as many runs as take at_least_ms, at most `most`, and a lead that keeps the host ahead of the GPU to its end. Of a
+    task that takes longer than LONG_MS one run is enough, after the one that warms up, and it needs no lead.
     Every rank must call this with the same tasks.
     """
     shapes, samples = {}, {name: [] for name in tasks}
     for name, task in tasks.items():
         with task.entered():
             sample(task, 1, 0.0, device)                                    # compiles, allocates
+            if (first := sample(task, 1, 0.0, device)).gpu_ms > LONG_MS:
+                samples[name].append(first)
+                continue
             first = sample(task, 2, 30.0, device)
         times = max(1, min(most, round(at_least_ms / max(first.gpu_ms, 1e-3))))
         behind_ms = (times + 2) * first.host_ms - times * first.gpu_ms      # how far the host would fall behind
         shapes[name] = times, min(MAX_LEAD_MS, 1.0 + max(3 * first.host_ms, 1.5 * behind_ms))
     for _ in range(repeats):
-        for name, task in tasks.items():
-            with task.entered():
-                samples[name].append(sample(task, *shapes[name], device))
+        for name, shape in shapes.items():
+            with tasks[name].entered():
+                samples[name].append(sample(tasks[name], *shape, device))
     return {name: Timing(*(statistics.median(getattr(one, which) for one in found) for which in ("gpu_ms", "host_ms")))
             for name, found in samples.items()}

@@ -32,7 +32,7 @@ def test_options_are_read_and_refused_by_name():
     with pytest.raises(ValueError, match="--sections=speed: unknown; valid: stress, matrix"):
         read("--sections", "link,speed")
     for wrong in ("gloo", ""):
-        with pytest.raises(ValueError, match="--exchanges=.*valid are nccl, copy"):
+        with pytest.raises(ValueError, match="--exchanges=.*valid are nccl, nccl-high, copy"):
             read("--exchanges", wrong)
 
 

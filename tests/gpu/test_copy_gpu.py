@@ -99,7 +99,7 @@ def _loses_a_rank(rank, world_size, how):
 
     CopyExchange.post = post
     for _ in range(3):
-        out = ring_attention(q, k, v, layout=layout, group=dist.group.WORLD, kernel="triton", exchange="copy")
+        out = ring_attention(q, k, v, layout=layout, group=dist.group.WORLD, kernel="reference", exchange="copy")
         out.square().sum().backward()
         torch.cuda.synchronize()
 
