@@ -42,7 +42,8 @@ def ring_attention(
         above, replicated over the ring, differentiable: each rank's gradient is its own rows' share, to be summed over the
         ranks as that of any replicated weight (or of all rows of its place of the ring, in its own heads, with Ulysses). -inf is no sink in that head. Values are not looked at (a host sync): NaN or +inf
         spoil their head.
-    kernel: "auto", "triton", "cpu", "reference"; exchange: "auto", "nccl", "gloo".
+    kernel: "auto", "triton", "cpu", "reference". exchange: what carries blocks: "copy", the copy engines of one host's GPUs, with
+        NCCL to other hosts; "nccl"; "gloo"; "auto", on GPUs "copy" where all ranks find that they can, logged (Note [Copy engines]).
     deterministic: gradients bitwise equal from run to run (out and lse always are).
     rotate: what goes round the ring in the backward: "kv", K, V and their gradients; "q", q, dout, lse, delta and dq, while dk and dv
         stay at home; "auto", whichever sends fewer bytes (Note [What rotates in the backward] in DESIGN.md). Both are exact; they
