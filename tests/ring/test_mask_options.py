@@ -80,7 +80,7 @@ def test_kernels_of_single_precision_take_two_visits_of_a_block(kernel, options)
 @pytest.mark.parametrize("routing", ("ring", "direct"))
 def test_both_routings_equal_the_oracle_for_every_mask(routing, cp_size, monkeypatch):
     plans = []
-    monkeypatch.setattr(simulation, "build_plan", lambda *a: plans.append(build_plan(*a, routing=routing)) or plans[-1])
+    monkeypatch.setattr(simulation, "build_plan", lambda *a, **_: plans.append(build_plan(*a, routing=routing)) or plans[-1])
     draw = random.Random(f"{routing} {cp_size}")
     for name in ALL_MASKS:
         seq_len = draw.randint(3, 40)
