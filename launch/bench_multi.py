@@ -40,6 +40,7 @@ class Plan:
     sizes_mib: tuple[int, ...]
     channels: tuple[int, ...]
     spare_sms: tuple[int, ...]
+    peers: tuple[str, ...]
     peers_up_to: int
     steps: int
     kernels: tuple[str, ...]
@@ -61,6 +62,8 @@ def add_parser(what: argparse._SubParsersAction) -> None:
     sub.add_argument("--sizes-mib", default="1,4,16,64,256", help="messages of the bandwidth curve")
     sub.add_argument("--channels", default="0,4,8,16,32", help="NCCL channels to try; 0 is NCCL's choice")
     sub.add_argument("--spare-sms", default="0", help="SMs that the kernel leaves free beside NCCL (persistent kernels only)")
+    sub.add_argument("--peers", default=",".join(bench_multi_ring.PEERS),
+                     help="of torch's context_parallel (default: all): how K and V travel, and the SDPA kernel")
     sub.add_argument("--peers-up-to", type=int, default=32768, help="most rows per GPU for torch's context_parallel")
     sub.add_argument("--steps", type=int, default=10_000, help="of the stress of the signals")
     sub.add_argument("--kernels", default="triton", help="kernels of the correctness matrix")
@@ -86,9 +89,13 @@ def read(options: argparse.Namespace) -> Plan:
     exchanges = words(options.exchanges)
     if not exchanges or set(exchanges) - set(EXCHANGES):
         raise ValueError(f"--exchanges={options.exchanges}: valid are {', '.join(EXCHANGES)}")
-    return Plan(sections, exchanges, options.kernel, numbers(options.rows), numbers(options.hop_rows), numbers(options.sizes_mib),
-                numbers(options.channels), numbers(options.spare_sms), options.peers_up_to, options.steps, words(options.kernels),
-                words(options.dtypes), options.repeats, options.json, options.trace)
+    peers = words(options.peers)
+    if unknown := [name for name in peers if name not in bench_multi_ring.PEERS]:
+        raise ValueError(f"--peers={unknown[0]}: unknown; valid: {', '.join(bench_multi_ring.PEERS)}")
+    return Plan(
+        sections, exchanges, options.kernel, numbers(options.rows), numbers(options.hop_rows), numbers(options.sizes_mib),
+        numbers(options.channels), numbers(options.spare_sms), peers, options.peers_up_to, options.steps,
+        words(options.kernels), words(options.dtypes), options.repeats, options.json, options.trace)
 
 
 def run_rank(rank: Rank, plan: Plan) -> list[dict]:
@@ -113,7 +120,7 @@ def run_rank(rank: Rank, plan: Plan) -> list[dict]:
         "nccl": lambda: bench_multi_links.nccl_sweep(plan.channels, 8192, plan.kernel, device, say, spare_sms=plan.spare_sms,
                                                      **timed),
         "ring": lambda: bench_multi_ring.bench(plan.exchanges, plan.rows, plan.kernel, device, say,
-                                               peers_up_to=plan.peers_up_to, **timed),
+                                               peers=plan.peers, peers_up_to=plan.peers_up_to, **timed),
         "trace": lambda: bench_multi_ring.trace(plan.exchanges, 8192, plan.kernel, device, plan.trace),
     }
     for index, section in enumerate(plan.sections):

@@ -19,7 +19,7 @@ from ringflash.ring import loop
 from ringflash.ring.plan import build_plan
 
 # torch.distributed.tensor.experimental.context_parallel: how K and V get round, and which SDPA kernel computes.
-PEERS = {f"torch {rotate} {name}": (rotate, backend) for (rotate, (name, backend)) in product(
+PEERS = {f"{rotate}-{name}": (rotate, backend) for (rotate, (name, backend)) in product(
     ("allgather", "alltoall"), (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)))}
 
 
@@ -134,7 +134,7 @@ class Peer:
 
 
 def bench(exchanges: Sequence[str], rows_list: Sequence[int], kernel: str, device: torch.device, say: Say, *, repeats: int,
-          peers_up_to: int, at_least_ms: float = 50.0) -> list[dict]:
+          peers: Sequence[str], peers_up_to: int, at_least_ms: float = 50.0) -> list[dict]:
     """One record per rows and candidate: milliseconds, TFLOP/s per GPU, and the share of one GPU's kernel at equal work."""
     records, size = [], dist.get_world_size()
     for rows in rows_list:
@@ -143,9 +143,9 @@ def bench(exchanges: Sequence[str], rows_list: Sequence[int], kernel: str, devic
         runs: dict = {"one GPU": Ours(alone, device, kernel), "visits": Visits(rows, device, kernel)}
         runs |= {name: Ours(rows, device, kernel, *carrier_of(name)) for name in exchanges}
         failures, differs = {}, {}
-        for name, (rotate, backend) in PEERS.items() if rows <= peers_up_to else ():
+        for name in (f"torch {peer}" for peer in (peers if rows <= peers_up_to else ())):
             try:
-                peer = Peer(rows, device, rotate, backend, runs[exchanges[0]])
+                peer = Peer(rows, device, *PEERS[name.removeprefix("torch ")], runs[exchanges[0]])
                 differs[name] = peer.difference(runs[exchanges[0]])
                 runs[name] = peer
             except Exception as error:  # torch's prototype may refuse a combination; all ranks alike
@@ -165,7 +165,7 @@ def bench(exchanges: Sequence[str], rows_list: Sequence[int], kernel: str, devic
                 base = base or rates
                 record |= {"forward_ms": forward, "both_ms": both, **{f"{k}_tflops": rate for k, rate in rates.items()},
                            **{f"{k}_of_one_gpu": rate / base[k] for k, rate in rates.items()}}
-                record["kernel"] = runs["visits"].backend.name if name not in PEERS else name.split()[-1]
+                record["kernel"] = name.split("-")[-1] if name.startswith("torch ") else runs["visits"].backend.name
                 record |= {"difference": differs.get(name), "host_ms": found[name, "both"].host_ms}
             records.append(record)
             say(record)

@@ -55,8 +55,8 @@ def sample(task: Task, times: int, lead_ms: float, device: torch.device) -> Timi
 def interleaved(tasks: Mapping, device: torch.device, *, repeats: int, at_least_ms: float, most: int = 40) -> dict:
     """Medians over `repeats` samples of each task, every round one sample of each. {name: Timing}.
 
-    A sample has as many runs as take at_least_ms, at most `most`, and a lead that keeps the host ahead of the GPU to its end. Of a
-    task that takes longer than LONG_MS one run is enough, after the one that warms up, and it needs no lead.
+    A sample has as many runs as take at_least_ms, at most `most`, and a lead that keeps the host ahead of the GPU to its end.
+    Of a task that takes longer than LONG_MS one run is enough, after the one that warms up, and it needs no lead.
     Every rank must call this with the same tasks.
     """
     shapes, samples = {}, {name: [] for name in tasks}

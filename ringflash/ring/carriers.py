@@ -29,7 +29,9 @@ def make_carrier(exchange: str, group: dist.ProcessGroup, plan: Plan, pass_: str
     asked for and they cannot.
     """
     warm_up(group, device)
-    if device.type == "cuda" and exchange in ("auto", "copy"):
+    if exchange == "auto" and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _log(group, exchange, "nccl, as this call is captured in a CUDA graph")
+    elif device.type == "cuda" and exchange in ("auto", "copy"):
         domain = domain_of(group, device)
         if isinstance(domain, Domain):
             _log(group, exchange, "the copy engines of this host's devices" + (

@@ -36,6 +36,13 @@ def test_options_are_read_and_refused_by_name():
             read("--exchanges", wrong)
 
 
+def test_peers_are_named_by_what_travels_how_and_kernel():
+    assert read().peers == ("allgather-cudnn", "allgather-flash", "alltoall-cudnn", "alltoall-flash")
+    assert read("--peers", "").peers == ()
+    with pytest.raises(ValueError, match="--peers=ring: unknown; valid: allgather-cudnn"):
+        read("--peers", "ring")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
 def test_without_gpus_it_ends_with_one_message(capsys):
     with pytest.raises(SystemExit) as ended:

@@ -1,4 +1,4 @@
-"""Signals of the copy engines: in any order of queues no block is overwritten, stale or torn; each part of the protocol is needed."""
+"""Signals of the copy engines: no order of queues overwrites, tears or reads a stale block; each part of the protocol is needed."""
 import pytest
 
 from ringflash import Layout, Mask
@@ -24,6 +24,16 @@ def test_no_order_of_the_queues_overwrites_or_tears_a_block_over_several_calls(k
 def test_a_single_queue_per_rank_in_order_of_submission_does_not_deadlock(kind, cp_size):
     for case in cases(kind, cp_size, seed=22, lengths=2):
         signal_simulator.run(case.plan, CALLS, seed=3, merged=True)
+
+
+@pytest.mark.parametrize("rotates", ["kv", "q"])
+@pytest.mark.parametrize("routing", ["ring", "direct", "allgather"])
+def test_every_routing_and_either_side_that_rotates_is_sound(routing, rotates):
+    for cp_size in (2, 3, 4, 8):
+        for mask in (Mask(), Mask(causal=False), Mask(window_size=(3, 0))):
+            plan = build_plan(mask, Layout("zigzag", 5 * cp_size + 3, cp_size), routing=routing, rotates=rotates)
+            for seed, merged in ((0, False), (1, False), (2, True)):
+                signal_simulator.run(plan, PASSES * 2, seed=seed, merged=merged)
 
 
 @pytest.mark.parametrize("part", signal_simulator.PARTS)
@@ -54,7 +64,8 @@ def test_both_ends_count_alike_and_counts_only_grow(kind, cp_size):
             for step in range(case.plan.num_backward_steps):
                 booked = [ledger.book(case.plan.sends(rank, step, pass_), case.plan.recvs(rank, step, pass_))
                           for rank, ledger in enumerate(ledgers)]
-                pushed = {(rank, push.peer): (push.value, len(push.messages)) for rank, b in enumerate(booked) for push in b.pushes}
+                pushed = {(rank, push.peer): (push.value, len(push.messages))
+                          for rank, b in enumerate(booked) for push in b.pushes}
                 for what in ("free", "arrivals"):
                     told = {(peer, rank): value for rank, b in enumerate(booked) for peer, value in getattr(b, what)}
                     assert told == {pair: value for pair, (value, _) in pushed.items()}

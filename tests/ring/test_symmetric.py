@@ -102,11 +102,12 @@ def group():
     dist.destroy_process_group()
 
 
-def make(exchange, group, found, device=CUDA):
+def make(exchange, group, found, device=CUDA, captured=False):
     """The carrier for CUDA tensors where the handshake gives `found`."""
     with mock.patch.object(carriers, "warm_up"), mock.patch.object(carriers, "domain_of", return_value=found), \
-            mock.patch.object(carriers, "CopyExchange", return_value="copies"), mock.patch.object(carriers, "_timeout_s",
-                                                                                                 return_value=600.0):
+            mock.patch.object(carriers, "CopyExchange", return_value="copies"), \
+            mock.patch.object(carriers, "_timeout_s", return_value=600.0), \
+            mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=captured):
         return carriers.make_carrier(exchange, group, build_plan(Mask(), Layout("zigzag", 8, 2)), "forward", {}, device)
 
 
@@ -129,6 +130,12 @@ def test_auto_takes_the_copy_engines_where_the_handshake_succeeds_and_logs_each_
     assert said == ["exchange=auto: the copy engines of this host's devices",
                     "exchange=auto: the copy engines of this host's devices, and nccl to those of other hosts",
                     "exchange=auto: nccl, as the copy engines cannot be used: cp ranks 0 and 1 share one device"]
+
+
+def test_auto_takes_nccl_for_a_call_that_is_captured_in_a_cuda_graph(group, caplog):
+    caplog.set_level(logging.INFO, logger="ringflash")
+    assert isinstance(make("auto", group, domain(), captured=True), DistributedExchange)
+    assert [record.message for record in caplog.records] == ["exchange=auto: nccl, as this call is captured in a CUDA graph"]
 
 
 def test_copy_by_name_raises_what_is_missing_and_nccl_by_name_asks_nobody(group):
