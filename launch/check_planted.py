@@ -67,7 +67,7 @@ class RoundedHops(Loopback):
 
 
 class LostGradient(Loopback):
-    """One rank's share of dk, dv never comes home."""
+    """One rank's share of dk, dv (of dq, where the Q side rotates) never comes home."""
 
     def deliver(self, message, source, target) -> None:
         super().deliver(message, torch.zeros_like(source) if message.is_home and message.owner == 0 else source, target)
@@ -80,14 +80,37 @@ def skipped_visit(plan: Plan) -> Changed:
     return Changed(plan, visits=lambda r, s: plan.visits(r, s)[:-1] if (r, s) == (rank, step) else plan.visits(r, s))
 
 
+def skipped_second_visit(plan: Plan) -> Changed:
+    """Where a block is read through two intervals, the last rank leaves the second one out, forward and backward."""
+    rank = plan.cp_size - 1
+    return Changed(plan, visits=lambda r, s: tuple(v for v in plan.visits(r, s) if r != rank or v.part == 0))
+
+
+def pair_twice(plan: Plan) -> Changed:
+    """The last row that its window has not left yet sees the first key of the sequence in its second interval too."""
+    def second(visit: Visit) -> Changed:
+        k_lo, k_hi = (ends.copy() for ends in visit.intervals()[:2])
+        row = int((k_lo < k_hi).argmax()) - 1
+        k_hi[row] = k_lo[row] + 1
+        return with_intervals(visit, k_lo, k_hi)
+
+    visits = tuple(second(v) if v.part else v for v in plan.visits(0, 0))
+    return Changed(plan, key=("twice", plan.key), visits=lambda r, s: visits if (r, s) == (0, 0) else plan.visits(r, s))
+
+
+def with_intervals(visit: Visit, k_lo: np.ndarray, k_hi: np.ndarray) -> Changed:
+    """The visit with other ends, and what follows from them for its keys."""
+    keys = np.arange(visit.num_rows, dtype=np.int32)
+    transposed = (np.searchsorted(k_hi, keys, side="right"), np.searchsorted(k_lo, keys, side="right"))
+    return Changed(visit, intervals=lambda: (k_lo, k_hi, *(x.astype(np.int32) for x in transposed)))
+
+
 def leaking_visit(visit: Visit) -> Changed:
     """One query row of this visit sees the last key of the document before its own."""
     k_lo, k_hi, _, _ = (ends.copy() for ends in visit.intervals())
     row = next(i for i in range(1, len(k_lo)) if k_lo[i - 1] < k_lo[i] < k_hi[i])
     k_lo[row] -= 1
-    keys = np.arange(visit.num_rows, dtype=np.int32)
-    transposed = (np.searchsorted(k_hi, keys, side="right"), np.searchsorted(k_lo, keys, side="right"))
-    return Changed(visit, intervals=lambda: (k_lo, k_hi, *(x.astype(np.int32) for x in transposed)))
+    return with_intervals(visit, k_lo, k_hi)
 
 
 def document_leak(plan: Plan) -> Changed:
@@ -113,6 +136,19 @@ def hop_0_keys(backend) -> Changed:
         k, v = (first.repeat(1, -(-x.shape[1] // first.shape[1]), 1, 1)[:, : x.shape[1]]
                 for first, x in zip(own.setdefault(q.data_ptr(), (k, v)), (k, v)))
         return backend.backward(dout, q, k, v, *rest, **options)
+
+    return Changed(backend, backward=backward)
+
+
+def hop_0_queries(backend) -> Changed:
+    """The Q side rotates, and the backward uses the queries of each rank's first visit, which are its own, at every step."""
+    own: dict[int, tuple[torch.Tensor, ...]] = {}
+
+    def backward(dout, q, k, v, lse, delta, intervals, *, dq, **options):
+        first = own.setdefault(k.data_ptr(), (dout, q, lse, delta))
+        dout, q, lse, delta = (x.repeat_interleave(-(-dq.shape[1] // x.shape[dim]), dim).narrow(dim, 0, dq.shape[1])
+                               for x, dim in zip(first, (1, 1, 2, 2)))
+        return backend.backward(dout, q, k, v, lse, delta, intervals, dq=dq, **options)
 
     return Changed(backend, backward=backward)
 
@@ -174,8 +210,9 @@ def run_ring(cell: Cell, device: torch.device, *, plan: Callable[[Plan], object]
     kernel = select(cell.kernel, device=device, dtype=q.dtype, head_dim=cell.head_dim, head_dim_v=cell.head_dim_v)
 
     def ring(mask: Mask) -> SimulatedRing:
+        rotation = (lambda: plan(build_plan(mask, layout, layout, rotates="q"))) if cell.rotate == "q" else None
         return simulated(plan(build_plan(mask, layout, layout)), layout, layout, backend(kernel), cell.head_dim ** -0.5,
-                         loopback=loopback, softcap=cell.softcap)
+                         loopback=loopback, softcap=cell.softcap, rotation=rotation)
 
     out, lse = ring(mask).forward(q, k, v, sinks)
     gradients = ring(backward_mask or mask).backward(dout, dlse, q, k, v, out, lse, sinks)
@@ -190,6 +227,7 @@ class Defect:
     cp_size: int
     parts: dict
     variant: str = "plain"
+    rotate: str = "auto"
 
 
 DEFECTS = {
@@ -201,6 +239,11 @@ DEFECTS = {
     "document-leak": Defect("one row sees one key of another document", "documents", "contiguous", 3, {"plan": document_leak}),
     "mask-differs": Defect("backward with another mask than forward", "causal", "zigzag", 3,
                            {"backward_mask": Mask(causal=False)}),
+    "skipped-second-visit": Defect("one rank leaves second intervals out", "first+window", "contiguous", 3,
+                                   {"plan": skipped_second_visit}),
+    "pair-twice": Defect("one pair lies in both intervals of its row", "first+window", "contiguous", 3, {"plan": pair_twice}),
+    "hop-0-queries": Defect("backward reuses the Q side of hop 0", "causal", "zigzag", 3, {"backend": hop_0_queries}, rotate="q"),
+    "lost-query-gradient": Defect("one dq message home is empty", "full", "contiguous", 3, {"loopback": LostGradient}, rotate="q"),
     "sink-each-visit": Defect("a sink is counted once per visit", "causal", "zigzag", 3, {"backend": sink_each_visit}, "sinks"),
     "sinks-without-dlse": Defect("dsinks without what arrives at lse", "documents", "zigzag", 3, {"simulated": SinksWithoutDlse},
                                  "sinks"),
@@ -215,7 +258,8 @@ def catches(name: str, kernel: str, device: torch.device, *, dtype: str = "fp32"
     defect = DEFECTS[name]
     if name == "rounded-hops":
         return _catches_growth(kernel, device, head_dim)
-    cell = Cell(kernel, dtype, defect.mask, defect.layout, defect.cp_size, 2, 48, head_dim, variant=defect.variant)
+    cell = Cell(kernel, dtype, defect.mask, defect.layout, defect.cp_size, 2, 48, head_dim, variant=defect.variant,
+                rotate=defect.rotate)
     judge = Judge(device)
     sound = judge.judge(cell, lambda: run_ring(cell, device))
     if not sound.ok:

@@ -152,7 +152,7 @@ def key_document_ends(seq_len_k: int) -> tuple[int, ...]:
     """cu_seqlens_k for those documents: one of queries without keys, one of keys without queries, a dead tail."""
     end = seq_len_k - seq_len_k // 12
     ends = (0, seq_len_k // 9, 2 + seq_len_k // 9, 2 + seq_len_k // 9, seq_len_k // 3, seq_len_k // 2 + 1, end)
-    return tuple(min(e, end) for e in ends)
+    return tuple(sorted(min(e, end) for e in ends))
 
 
 def mask_options(name: str, seq_len: int, seq_len_k: int | None = None) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def mask_options(name: str, seq_len: int, seq_len_k: int | None = None) -> dict[
     if "cross" in name:
         options["cu_seqlens_k"] = key_document_ends(seq_len if seq_len_k is None else seq_len_k)
     if "prefix" in name:
-        options["prefix_lens"] = seq_len // 3
+        options["prefix_lens"] = 1 + seq_len // 3
     if "chunk" in name:
         options["chunk_size"] = 1 + seq_len // 4
     if "first" in name:
