@@ -82,8 +82,8 @@ def check_ranks(layout: Layout, ranks: Ranks) -> None:
         ulysses = "" if layout.ulysses_size == 1 else f" with ulysses_size={layout.ulysses_size}: {layout.num_ranks} ranks"
         raise ValueError(f"layout.cp_size={layout.cp_size}{ulysses}: the group has {ranks.size} ranks")
     if ranks.ulysses is not None and layout.ulysses_size != ranks.ulysses_size:
-        raise ValueError(f"layout.ulysses_size={layout.ulysses_size}: the mesh has {ranks.ring_size} x {ranks.ulysses_size} ranks, ring x "
-                         f"ulysses; make the Layout with cp_size={ranks.ring_size}, ulysses_size={ranks.ulysses_size}")
+        sizes = f"{ranks.ring_size} x {ranks.ulysses_size}"
+        raise ValueError(f"layout.ulysses_size={layout.ulysses_size}: the mesh has {sizes} ranks, ring x ulysses; make the Layout with cp_size={ranks.ring_size}, ulysses_size={ranks.ulysses_size}")
 
 
 def layout_fields(layout: Layout, key: str = "layout") -> dict[str, object]:
@@ -135,7 +135,8 @@ def _gather(ranks: Ranks, what: str, own: _Statement) -> list[_Statement]:
         problem = ValueError(f"the arguments to agree on take {len(text)} bytes, more than {_PAYLOAD_BYTES}")
         text = json.dumps([{}, own.problem or _state_problem(problem), own.count]).encode()
     # The host's own network where there is one: then no GPU needs to be waited for.
-    device = torch.device("cpu") if "cpu" in group_backends(ranks.groups[0]) else torch.device("cuda", torch.cuda.current_device())
+    on_host = "cpu" in group_backends(ranks.groups[0])
+    device = torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
     payload = torch.frombuffer(bytearray(text.ljust(_PAYLOAD_BYTES)), dtype=torch.uint8).to(device)
     position = watchdog.Position(
         "agreement", watchdog.next_call("agreement"), 0, f"cp rank {ranks.rank} (global rank {dist.get_rank()})",

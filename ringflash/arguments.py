@@ -121,8 +121,10 @@ def make_layout(layout: Layout | str, seq_len: int, cp_size: int, key: str, ulys
         return Layout(layout, seq_len, cp_size, ulysses_size=ulysses_size)
     if layout.ulysses_size != ulysses_size:
         ring, ulysses = layout.cp_size, layout.ulysses_size
-        how = (f"give group the mesh init_device_mesh(device_type, ({ring}, {ulysses}), mesh_dim_names=('ring', 'ulysses')) of its ranks"
-               if ulysses > 1 else f"make the Layout with ulysses_size={ulysses_size}")
+        how = f"make the Layout with ulysses_size={ulysses_size}"
+        if ulysses > 1:
+            how = (f"give group the mesh init_device_mesh(device_type, ({ring}, {ulysses}), mesh_dim_names=('ring', 'ulysses')) "
+                   f"of its ranks")
         raise ValueError(f"{key}.ulysses_size={ulysses}: the group has ulysses_size={ulysses_size}; {how}")
     if layout.cp_size != cp_size:
         raise ValueError(f"{key}.cp_size={layout.cp_size}: the ring has cp_size={cp_size}; make the Layout with that")

@@ -32,16 +32,16 @@ def ring_attention(
     layout, layout_k: which rows the ranks own, of q, and of k and v (None: the same). A name ("contiguous", "zigzag",
         "striped") means equal shards, seq_len = ranks * S_local; uneven shards need a Layout. With
         Sq != Sk the last query sits at the last key.
-    group: ProcessGroup or 1-D DeviceMesh of the ring; None is one rank. A 2-D DeviceMesh (ring, ulysses): the ranks of a row of it
-        share the rows of one place of the ring outside, and its heads inside (Note [Ulysses] in DESIGN.md): rank = ring rank *
-        ulysses size + Ulysses rank, and a Layout needs ulysses_size. The Ulysses size must divide Hq, not Hkv.
+    group: ProcessGroup or 1-D DeviceMesh of the ring; None is one rank. A 2-D DeviceMesh (ring, ulysses): the ranks of a row of
+        it share the rows of one place of the ring outside, and its heads inside (Note [Ulysses] in DESIGN.md). Then rank = ring
+        rank * ulysses size + Ulysses rank, a Layout needs ulysses_size, and that must divide Hq (not Hkv).
     softmax_scale: None is D ** -0.5.
     softcap: c > 0 makes the scores c * tanh(score / c), before the mask; 0.0 is none. In a compiled function each new value of
         it, as of softmax_scale, is a new graph.
     sinks: [Hq], one logit per query head that takes its share of every row's softmax and gives nothing to out; any of the dtypes
-        above, replicated over the ring, differentiable: each rank's gradient is its own rows' share, to be summed over the
-        ranks as that of any replicated weight (or of all rows of its place of the ring, in its own heads, with Ulysses). -inf is no sink in that head. Values are not looked at (a host sync): NaN or +inf
-        spoil their head.
+        above, replicated over the ranks, differentiable: each rank's gradient is its own rows' share (with Ulysses that of its
+        own heads in all rows of its place of the ring), to be summed over the ranks as that of any replicated weight. -inf is no
+        sink in that head. Values are not looked at (a host sync): NaN or +inf spoil their head.
     kernel: "auto", "triton", "cpu", "reference". exchange: what carries blocks: "copy", the copy engines of one host's GPUs, with
         NCCL to other hosts; "nccl"; "gloo"; "auto", on GPUs "copy" where all ranks find that they can, logged (Note [Copy engines]).
     deterministic: gradients bitwise equal from run to run (out and lse always are).
@@ -49,9 +49,9 @@ def ring_attention(
         stay at home; "auto", whichever sends fewer bytes (Note [What rotates in the backward] in DESIGN.md). Both are exact; they
         add in different orders, so gradients may differ by rounding. The forward always sends K and V.
 
-    routing: how K and V reach their readers: "ring", hop by hop; "direct", from owner to reader, one of each per step; "allgather", all
-        that is read in one step, and all gradients back in one, for sequences so short that the number of exchanges counts and
-        not their overlap with kernels; "auto", ring or direct, by bytes (Note [Ring or direct]). Exact, all of them.
+    routing: how K and V reach their readers: "ring", hop by hop; "direct", from owner to reader, one of each per step;
+        "allgather", all that is read in one step, and all gradients back in one, for sequences so short that the number of exchanges counts
+        and not their overlap with kernels; "auto", ring or direct, by bytes (Note [Ring or direct]). All are exact.
 
     Returns out [B, S_local, Hq, Dv] in q's dtype, and with return_lse also lse [B, Hq, S_local], fp32 (fp64 for fp64), natural
     log; both differentiable. A row that sees no key has out 0, lse -inf and gradient 0, whatever its memory holds; with sinks its
@@ -61,8 +61,8 @@ def ring_attention(
     Unless every layout is a Layout made with a group (it carries a token), each call on several ranks first compares its
     arguments over them, in one small collective (one per axis of a mesh); the first call on a group always does.
 
-    Raises ValueError for arguments that cannot be, RuntimeError for what this machine or network lacks, or when a peer fails (naming pass, step, hop and peer).
-    With an exchange of arguments, all ranks raise the same error.
+    Raises ValueError for arguments that cannot be, RuntimeError for what this machine or network lacks, or when a peer fails
+    (naming pass, step, hop and peer). With an exchange of arguments, all ranks raise the same error.
     """
     ranks = ranks_of(group)
     is_agreed = _is_agreed(layout) and (layout_k is None or _is_agreed(layout_k))

@@ -43,8 +43,9 @@ class Layout:
     ulysses_size: ranks that share a ring shard, each holding a contiguous part of its sorted rows. The layout has
         num_ranks = cp_size * ulysses_size ranks; rank i is the (i % ulysses_size)-th of ring rank i // ulysses_size, and `ring`
         is the layout of whole ring shards.
-    group, agree: with a process group of all num_ranks ranks, or their 2-D DeviceMesh (ring, ulysses), all its ranks compare this layout and its masks (and `agree`, whatever else they must
-        agree on) in one small collective, and `token` says so; ring_attention then exchanges nothing. Without: token is None.
+    group, agree: with a process group of all num_ranks ranks, or their 2-D DeviceMesh (ring, ulysses), they all compare this
+        layout and its masks (and `agree`, whatever else they must agree on) in one small collective (one per axis of a mesh), and
+        `token` says so; ring_attention then exchanges nothing. Without: token is None.
 
     Equal and hashable by the rows of all ranks (kind, seq_len, cp_size, ulysses_size, and runs of a balanced one) and masks. A
     pure function of its arguments, equal on every rank. Raises ValueError for an impossible layout, and with a group the same

@@ -41,8 +41,8 @@ class Ranks:
 
 
 def ranks_of(group: Any) -> Ranks:
-    """group: a ProcessGroup or 1-D DeviceMesh (a ring), a 2-D DeviceMesh (ring x ulysses, the latter inside: its ranks follow each
-    other), None (one rank), or Ranks.
+    """group: a ProcessGroup or 1-D DeviceMesh (a ring), a 2-D DeviceMesh (ring x ulysses, the latter inside: its ranks follow
+    each other), None (one rank), or Ranks.
 
     Raises ValueError for anything else, also for a group that this process is not in.
     """
@@ -53,8 +53,8 @@ def ranks_of(group: Any) -> Ranks:
     if dist.is_available() and isinstance(group, dist.DeviceMesh) and group.ndim == 2:
         names = group.mesh_dim_names or ()
         if names and "ulysses" in names[0]:
-            raise ValueError(f"group: a DeviceMesh {names}: the ring is its first axis, ulysses its second, so that the ranks that "
-                             f"share heads are neighbours; make the mesh as (ring, ulysses), or take mesh[{names[1]!r}, {names[0]!r}]")
+            raise ValueError(f"group: a DeviceMesh {names}: the ring is its first axis, ulysses its second, so that the ranks "
+                             f"that share heads are neighbours; make the mesh as (ring, ulysses)")
         ring, ulysses = group.get_group(0), group.get_group(1)
         return Ranks(ring, ulysses, *rank_and_size(ring), *rank_and_size(ulysses))
     ring = ring_group(group)
@@ -72,8 +72,8 @@ def ring_group(group: Any) -> dist.ProcessGroup | None:
         return group
     if dist.is_available() and isinstance(group, dist.DeviceMesh):
         if group.ndim > 2:
-            raise ValueError(f"group: a {group.ndim}-D DeviceMesh {group.mesh_dim_names}: must have one axis (a ring) or two (ring "
-                             f"and ulysses, in this order); pass those of its axes, such as mesh['ring', 'ulysses']")
+            raise ValueError(f"group: a {group.ndim}-D DeviceMesh {group.mesh_dim_names}: must have one axis (a ring) or two "
+                             f"(ring and ulysses, in this order); pass those of its axes, such as mesh['ring', 'ulysses']")
         return group.get_group()
     raise ValueError(f"group={group!r}: must be a torch.distributed ProcessGroup, a 1-D or 2-D DeviceMesh, or None for one rank")
 

@@ -147,8 +147,8 @@ def _fields(call: Call, a: RingArguments, ring: _Ring) -> dict[str, object]:
         "sinks": "none" if sinks is None else f"{tuple(sinks.shape)} {sinks.dtype}",
         "mask": mask_field(ring.mask), **layout_fields(ring.layout),
         "layout_k": rows_field(ring.layout_k), "softmax_scale": a.softmax_scale, "softcap": a.softcap,
-        "kernel": ring.backend.name, "exchange": a.exchange, "rotate": a.rotate, "routing": a.routing, "deterministic": a.deterministic,
-        "needs gradients": a.needs_gradients,
+        "kernel": ring.backend.name, "exchange": a.exchange, "rotate": a.rotate, "routing": a.routing,
+        "deterministic": a.deterministic, "needs gradients": a.needs_gradients,
     }
 
 

@@ -106,12 +106,12 @@ def shard_batch(
         this rank's rows and the ones after them are read. Optional: "cu_seqlens" [N+1], B == 1: documents; rows from
         cu_seqlens[-1] on belong to none. "labels" [B, S], aligned with tokens (not shifted; -100 is ignored). "positions" [S]:
         used instead of 0..S-1; if they restart, cu_seqlens must say where. "attention_mask" [B, S]: all ones only.
-    layout: a Layout, a name (also "balanced" and "auto"), or the DeviceMesh of the ring or of ring x ulysses (zigzag). A Layout's masks get the
-        batch's documents unless they have them, and a balanced or "auto" one is made anew for them. masks: for a layout by name
-        or mesh, default causal.
-    group: ProcessGroup or 1-D DeviceMesh of the ring, 2-D DeviceMesh (ring, ulysses), or with a Layout the ProcessGroup of all its
-        num_ranks ranks: they compare layout, masks and a hash of the batch in one collective (one per axis of a mesh), and the
-        returned layout carries the token. rank (without group): that rank's part, nothing is exchanged. Neither: one rank.
+    layout: a Layout, a name (also "balanced" and "auto"), or the DeviceMesh of the ring or of ring x ulysses (zigzag). A Layout's
+        masks get the batch's documents unless they have them, and a balanced or "auto" one is made anew for them. masks: for a
+        layout by name or mesh, default causal.
+    group: ProcessGroup or 1-D DeviceMesh of the ring, 2-D DeviceMesh (ring, ulysses), or with a Layout the ProcessGroup of all
+        its num_ranks ranks: they compare layout, masks and a hash of the batch in one collective (one per axis of a mesh), and
+        the returned layout carries the token. rank (without group): that rank's part, nothing is exchanged. Neither: one rank.
     device: where the result goes (default: where torch tokens are, else CPU).
 
     num_valid counts over the ring; without "labels" it follows from the documents alone. Raises ValueError for a batch that

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ringflash.arguments import (
-    Call, check_rotate, check_routing, check_scale, check_softcap, check_tensors, make_layout, make_layout_k, make_mask, read_options,
-    read_softcap)
+    Call, check_rotate, check_routing, check_scale, check_softcap, check_tensors, make_layout, make_layout_k, make_mask,
+    read_options, read_softcap)
 from ringflash import ulysses
 from ringflash.kernels.dispatch import Backend, select
 from ringflash.layout import Layout
@@ -41,7 +41,8 @@ def simulate(
     q [B, Sq, Hq, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv]: global tensors. Returns out [B, Sq, Hq, Dv], and with return_lse
     also lse [B, Hq, Sq] (fp32, natural log), both differentiable, as one autograd node. A layout by name means
     Layout(name, S, cp_size), for any S; layout_k=None is the layout of q, for the length of k. The gradient of sinks [Hq] is
-    that of all rows. With a Layout of ulysses_size u there are cp_size * u ranks (Note [Ulysses] in DESIGN.md). All other options are those of ring_attention; exchange is "auto", as nothing leaves the process. order:
+    that of all rows. With a Layout of ulysses_size u there are cp_size * u ranks (Note [Ulysses] in DESIGN.md). All other options
+    are those of ring_attention; exchange is "auto", as nothing leaves the process. order:
     steps the ranks in random order, which must not change a bit (for tests).
 
     Raises ValueError, NotImplementedError or RuntimeError as ring_attention does.

@@ -1,4 +1,4 @@
-"""Carriers of the all-to-all over Ulysses ranks (Note [Ulysses] in DESIGN.md): torch.distributed, and all ranks in one process."""
+"""Carriers of the all-to-all over Ulysses ranks (Note [Ulysses] in DESIGN.md): torch.distributed, or all ranks in one process."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ class _WorkPending:
 
 
 class LoopbackHeads:
-    """The all-to-alls of the Ulysses ranks of one place of the ring, in one process. carrier(ulysses_rank, rank): of one of them."""
+    """The all-to-alls of the Ulysses ranks of one place of the ring, in one process. carrier(ulysses_rank, rank): one of them."""
 
     def __init__(self, size: int):
         self._size = size

@@ -15,7 +15,7 @@ def check_degree(degree: int, num_heads: int) -> None:
     """ValueError unless `degree` ranks can share num_heads query heads evenly."""
     valid = valid_degrees(num_heads)
     if degree not in valid:
-        nearest = sorted(sorted(valid, key=lambda n: abs(n - degree))[:2])
+        nearest = [max((n for n in valid if n < degree), default=1), *[n for n in valid if n > degree][:1]]
         raise ValueError(f"group: {degree} Ulysses ranks must divide num_heads={num_heads} of q; nearest valid: "
                          f"{', '.join(map(str, nearest))}")
 
@@ -24,9 +24,9 @@ def check_degree(degree: int, num_heads: int) -> None:
 class HeadSplit:
     """Which heads each of `size` Ulysses ranks computes.
 
-    Query heads are cut into equal runs. Each rank needs the KV heads that its query heads read: where `size` divides num_kv_heads,
-    a run of its own; else a KV head goes to all ranks that read it, and where a run of query heads ends inside a group of GQA it
-    stands several times on a rank, once for each `per_kv_head` of its query heads: kernels want groups of one size.
+    Query heads are cut into equal runs. Each rank needs the KV heads that its query heads read: where `size` divides
+    num_kv_heads, a run of its own; else a KV head goes to all ranks that read it, and where a run of query heads ends
+    inside a group of GQA it stands several times on a rank, once for each `per_kv_head` of its query heads: kernels want groups of one size.
     """
 
     num_heads: int
