@@ -9,19 +9,23 @@ from pathlib import Path
 
 import torch
 
-from ringflash.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig, validate
+from ringflash.config import AttentionConfig, Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig, validate
 from ringflash.launch.check_spawn import Rank, run_ranks
 from ringflash.launch.check_table import grid
 from ringflash.train import equivalence
 from ringflash.train.text import open_data
 
 
-def small_config(cache_dir: str) -> Config:
-    """A small model on real text in fp32; a length that no number of ranks divides."""
-    return Config(
+def small_configs(cache_dir: str) -> dict[str, Config]:
+    """Small models on real text in fp32, by name; a length that no number of ranks divides."""
+    plain = Config(
         model=ModelConfig(dim=64, num_layers=2, num_heads=8, num_kv_heads=2, ffn_dim=96, loss_chunk_rows=100),
         data=DataConfig(seq_len=509, max_bytes=200_000, cache_dir=cache_dir),
         train=TrainConfig(dtype="fp32", accumulation=2))
+    mixed = dataclasses.replace(
+        plain, model=dataclasses.replace(plain.model, sinks=True),
+        attention=AttentionConfig(layout="balanced", layers=["window", "global"], window_size=[63, 0]))
+    return {"a small model": plain, "one of window and global layers with sinks": mixed}
 
 
 def run_config(folder: str | Path) -> tuple[Config, Mapping[str, torch.Tensor] | None]:
@@ -37,36 +41,50 @@ def run_config(folder: str | Path) -> tuple[Config, Mapping[str, torch.Tensor] |
     return cfg, torch.load(weights, map_location="cpu") if weights.is_file() else None
 
 
-def train_ranks(rank: Rank, cfg: Config, weights: Mapping[str, torch.Tensor] | None) -> dict:
-    """The work of one rank; all return the same report, as plain values."""
-    rank.at(0)
-    group = torch.distributed.group.WORLD
-    return equivalence.run(cfg, open_data(cfg), device=rank.device, group=group, weights=weights).as_json()
+def train_ranks(rank: Rank, configs: Sequence[Config], weights: Mapping[str, torch.Tensor] | None) -> list[dict]:
+    """The work of one rank; all return the same reports, as plain values."""
+    group, reports = torch.distributed.group.WORLD, []
+    for index, cfg in enumerate(configs):
+        rank.at(index)
+        reports.append(equivalence.run(cfg, open_data(cfg), device=rank.device, group=group, weights=weights).as_json())
+    return reports
 
 
 def check_train(*, num_processes: int, device_type: str, run: str | None, timeout_s: float,
-                say: Callable[[str], None] = lambda text: None) -> tuple[bool, dict]:
-    """Prints the table; (every quantity within its budget, all figures). ValueError: impossible; RingFailure: a rank failed."""
+                say: Callable[[str], None] = lambda text: None) -> tuple[bool, list[dict]]:
+    """Prints a table per model; (every quantity within its budget, all figures). ValueError: impossible; RingFailure: a rank
+    failed."""
     with tempfile.TemporaryDirectory(prefix="ringflash-check-") as cache_dir:
-        cfg, weights = run_config(run) if run else (small_config(cache_dir), None)
-        cfg = dataclasses.replace(cfg, parallel=ParallelConfig(dp=1, cp=num_processes, timeout_s=cfg.parallel.timeout_s))
-        if cfg.run.device != "auto":
-            device_type = cfg.run.device
-        validate(cfg, num_processes)
-        open_data(cfg)                      # a missing file is said here, once; and the ranks find the text prepared
-        reports = run_ranks(train_ranks, num_processes, cfg, weights, device_type=device_type, timeout_s=timeout_s, say=say,
-                            name_of=lambda index: "the step")
+        weights = None
+        if run:
+            cfg, weights = run_config(run)
+            configs = {f"the model of {run}": cfg}
+        else:
+            configs = small_configs(cache_dir)
+        for name, cfg in configs.items():
+            parallel = ParallelConfig(dp=1, cp=num_processes, timeout_s=cfg.parallel.timeout_s)
+            configs[name] = cfg = dataclasses.replace(cfg, parallel=parallel)
+            if cfg.run.device != "auto":
+                device_type = cfg.run.device
+            validate(cfg, num_processes)
+            open_data(cfg)                  # a missing file is said here, once; and the ranks find the text prepared
+        reports = run_ranks(train_ranks, num_processes, tuple(configs.values()), weights, device_type=device_type,
+                            timeout_s=timeout_s, say=say, name_of=lambda index: f"the step of {list(configs)[index]}")[0]
     say("")
-    report = reports[0]
-    model = f"the model of {run}" if run else "a small model on real text"
-    print(f"\nTraining equivalence: {model}, {cfg.data.seq_len} tokens, {cfg.attention.layout} layout, on {device_type}: "
+    records = [show(name, cfg, report, device_type, num_processes) for (name, cfg), report in zip(configs.items(), reports)]
+    return all(record["ok"] for record in records), records
+
+
+def show(name: str, cfg: Config, report: dict, device_type: str, num_processes: int) -> dict:
+    """Prints the table of one model. Returns its record."""
+    print(f"\nTraining equivalence: {name}, {cfg.data.seq_len} tokens, {cfg.attention.layout} layout, on {device_type}: "
           f"one SGD step on a ring of {num_processes} ranks against one rank\n")
     print(summary(report["rows"]))
     wrong = [row for row in report["rows"] if not row["ok"]]
     for row in wrong[:10]:
         print(f"FAIL {row['name']}: error {row['error']:.2e}, budget {row['budget']:.2e}")
     print(f"{len(report['rows']) - len(wrong)} of {len(report['rows'])} quantities within budget", flush=True)
-    return not wrong, report
+    return {"model": name, **report}
 
 
 def summary(rows: Sequence[Mapping]) -> str:

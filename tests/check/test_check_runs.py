@@ -24,7 +24,7 @@ def test_a_small_matrix_holds_on_both_kernels_and_writes_every_cell(tmp_path, ca
     assert len(plain) == 2 * 5 * 3 * (3 + 1) and all(cell["ok"] for cell in found["matrix"])
     assert {(cell["mask"], cell["layout"]) for cell in combined} == set(itertools.product(ALL_MASKS, ALL_LAYOUTS))
     assert {cell["rotate"] for cell in combined} == {"auto", "kv", "q"} and {cell["cp_size"] for cell in combined} == {1, 3, 8}
-    assert {cell["routing"] for cell in combined} == {"auto", "ring", "direct"}
+    assert {cell["routing"] for cell in combined} == {"auto", "ring", "direct", "allgather"}
     assert set(found["matrix"][0]["ratios"]) == {"out", "lse", "dq", "dk", "dv"}
     assert {cell["variant"] for cell in found["matrix"]} == {"plain", "softcap", "sinks", "v-dim", "all"}
     assert all(("dsinks" in cell["ratios"]) == (cell["variant"] in ("sinks", "all")) for cell in found["matrix"])
@@ -137,11 +137,14 @@ def test_a_rank_that_dies_without_a_word_is_named():
         check_spawn.run_ranks(_rank_that_dies, 2, device_type="cpu", timeout_s=100)
 
 
-def test_training_equivalence_of_two_ranks_prints_every_kind_of_parameter(capsys, tmp_path):
+def test_training_equivalence_of_two_ranks_prints_every_kind_of_parameter_also_of_mixed_layers_with_sinks(capsys, tmp_path):
     assert check.main(["--train", "--processes", "2", "--device", "cpu", "--json", str(tmp_path / "t.json")]) == 0
     out = capsys.readouterr().out
     assert "gradient norm" in out and "attention.wq" in out and "quantities within budget" in out
-    assert json.loads((tmp_path / "t.json").read_text())["train"]["cp"] == 2
+    plain, mixed = json.loads((tmp_path / "t.json").read_text())["train"]
+    assert plain["cp"] == mixed["cp"] == 2 and plain["ok"] and mixed["ok"] and "global" in mixed["model"]
+    names = {row["name"] for row in mixed["rows"]} - {row["name"] for row in plain["rows"]}
+    assert names == {f"{what} layers.{layer}.attention.sinks" for what in ("gradient of", "weight") for layer in (0, 1)}
 
 
 def test_the_file_runs_as_a_script_from_anywhere_without_hydra(tmp_path):
