@@ -83,7 +83,8 @@ def check_ranks(layout: Layout, ranks: Ranks) -> None:
         raise ValueError(f"layout.cp_size={layout.cp_size}{ulysses}: the group has {ranks.size} ranks")
     if ranks.ulysses is not None and layout.ulysses_size != ranks.ulysses_size:
         sizes = f"{ranks.ring_size} x {ranks.ulysses_size}"
-        raise ValueError(f"layout.ulysses_size={layout.ulysses_size}: the mesh has {sizes} ranks, ring x ulysses; make the Layout with cp_size={ranks.ring_size}, ulysses_size={ranks.ulysses_size}")
+        raise ValueError(f"layout.ulysses_size={layout.ulysses_size}: the mesh has {sizes} ranks, ring x ulysses; "
+                         f"make the Layout with cp_size={ranks.ring_size}, ulysses_size={ranks.ulysses_size}")
 
 
 def layout_fields(layout: Layout, key: str = "layout") -> dict[str, object]:
