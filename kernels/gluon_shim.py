@@ -9,6 +9,8 @@ Importing this imports triton, and raises ImportError where Gluon or a piece of 
 """
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -56,5 +58,10 @@ def describe(x: Tensor, block: list[int]) -> TensorDescriptor:
     them loads give 0 and stores do nothing."""
     # the stride of a dim of size 1 is never used but must be legal
     steps = [step if n > 1 else ALIGNMENT_BYTES for n, step in zip(x.shape[:-1], x.stride()[:-1])]
-    layout = gl.NVMMASharedLayout.get_default_for(block, ELEMENTS[x.dtype])
-    return TensorDescriptor(x, list(x.shape), [*steps, 1], block, layout)
+    return TensorDescriptor(x, list(x.shape), [*steps, 1], block, _layout(tuple(block), x.dtype))
+
+
+@lru_cache(maxsize=None)
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    # kept: making it takes a quarter of a launch's time on the host
+    return gl.NVMMASharedLayout.get_default_for(list(block), ELEMENTS[dtype])

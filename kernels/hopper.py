@@ -197,7 +197,8 @@ def warmup(
     lse = torch.zeros(batch, num_heads, rows, device=device)
     row_sums = [delta(out, out, dlse) for dlse in (None, lse)][0]
     for packed in (False, True):  # a rank's own keys, or views of one buffer as they arrive from another
-        k, v, dk, dv = (x for kind in (dtype, torch.float32) for x in _keys(batch, rows, num_kv_heads, head_dim, kind, device, packed))
+        k, v, dk, dv = (x for kind in (dtype, torch.float32)
+                        for x in _keys(batch, rows, num_kv_heads, head_dim, kind, device, packed))
         for first in (True, False):
             for result in (None, out):
                 forward(q, k, v, intervals, softmax_scale=1.0, softcap=softcap, state=state, lse=lse, out=result, first=first)

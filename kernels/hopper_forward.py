@@ -19,10 +19,13 @@ from .intervals import Intervals
 LOG2_E = 1.4426950408889634
 
 
+BY_SUMS = False
+
+
 @dataclass(frozen=True)
 class ForwardTile:
     """consumers: warpgroups of block_m query rows each. consumer_registers: per thread, of all but the first warpgroup; it has
-    what is left below max_registers."""
+    what is left below max_registers. by_sums: full tiles are done without maxima where p may be as large as in fp32 (bf16)."""
 
     block_m: int
     block_n: int
@@ -32,6 +35,7 @@ class ForwardTile:
     q_registers: bool
     consumer_registers: int
     max_registers: int
+    by_sums: bool = BY_SUMS
     section_bytes: int = 64 << 20  # of k and v together: what is walked at a time (one head at a time was 0.89-0.94x)
 
     @property
@@ -47,8 +51,10 @@ FORWARD_TILES = {
 }
 
 
-@gluon.jit(do_not_specialize=["num_q", "num_heads", "group", "num_heads_total", "section", "num_tiles", "total", "lse_sb", "lse_sh"],
-           do_not_specialize_on_alignment=["k_lo", "k_hi", "order", "counter", "lse"])
+_COUNTS = ["num_q", "num_heads", "group", "num_heads_total", "section", "num_tiles", "total", "lse_sb", "lse_sh"]
+
+
+@gluon.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=["k_lo", "k_hi", "order", "counter", "lse"])
 def forward_kernel(
     q_desc,  # IN    [B, Sq, Hq, D] descriptor, blocks of BLOCK_M rows
     k_desc,  # IN    [B, Sk, Hkv, D] descriptor, blocks of BLOCK_N rows
@@ -70,14 +76,15 @@ def forward_kernel(
     scale_log2, pre,  # see `consumer`
     D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr,
     STAGES: gl.constexpr, Q_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
-    FIRST: gl.constexpr, LAST: gl.constexpr, CAPPED: gl.constexpr,
+    FIRST: gl.constexpr, LAST: gl.constexpr, CAPPED: gl.constexpr, BY_SUMS: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     q_s = gl.allocate_shared_memory(dtype, [Q_STAGES * CONSUMERS, BLOCK_M, D], tile)
     k_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], tile)
     v_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], tile)
-    info_s = gl.allocate_shared_memory(gl.int32, [1, TILE_INFO], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    info_s = gl.allocate_shared_memory(gl.int32, [2, TILE_INFO], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    failed_s = gl.allocate_shared_memory(gl.int32, [2 * CONSUMERS, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     info_full = gl.allocate_shared_memory(gl.int64, [1, 1], bar)
     info_empty = gl.allocate_shared_memory(gl.int64, [1, 1], bar)
@@ -97,31 +104,31 @@ def forward_kernel(
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(kv_empty.index(i), count=CONSUMERS)
     fence_async_shared()
-    memory = (q_s, k_s, v_s, info_s)
+    memory = (q_s, k_s, v_s, info_s, failed_s)
     barriers = (info_full, info_empty, q_full, q_empty, k_full, v_full, kv_empty)
     given = (out_desc, state, lse, k_lo, k_hi, num_q, state_sb, state_ss, state_sh, lse_sb, lse_sh, scale_log2, pre)
     drawn = (k_lo, k_hi, order, counter, num_q, num_heads, num_heads_total, section, num_tiles, total)
-    # Written out: only tensors and scalars may be kept in a variable, neither constants nor functions.
+    # Partitions are written out: only tensors and scalars may be kept in a variable, neither constants nor functions.
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consumer, (0, given, memory, barriers, BLOCK_M, BLOCK_N, D, CONSUMERS, Q_STAGES, STAGES, Q_REGISTERS, not FIRST, LAST,
-                        CAPPED, dtype)),
-            (consumer, (1, given, memory, barriers, BLOCK_M, BLOCK_N, D, CONSUMERS, Q_STAGES, STAGES, Q_REGISTERS, not FIRST, LAST,
-                        CAPPED, dtype)),
+            (consumer, (0, given, memory, barriers, BLOCK_M, BLOCK_N, D, CONSUMERS, Q_STAGES, STAGES, Q_REGISTERS, not FIRST,
+                        LAST, CAPPED, dtype, BY_SUMS)),
+            (consumer, (1, given, memory, barriers, BLOCK_M, BLOCK_N, D, CONSUMERS, Q_STAGES, STAGES, Q_REGISTERS, not FIRST,
+                        LAST, CAPPED, dtype, BY_SUMS)),
             (producer, (q_desc, k_desc, v_desc, memory, barriers, group, BLOCK_M, BLOCK_N, D, CONSUMERS, Q_STAGES, STAGES)),
-            (scheduler, (drawn, memory, barriers, BLOCK_M * CONSUMERS, BLOCK_N, not FIRST and not LAST)),
+            (scheduler, (drawn, memory, barriers, BLOCK_M * CONSUMERS, BLOCK_N, CONSUMERS, BY_SUMS, not FIRST and not LAST)),
         ], [4, 1, 1], [REGISTERS, 24, 24])
     else:
         gl.static_assert(CONSUMERS == 3)
         gl.warp_specialize([
-            (consumer, (0, given, memory, barriers, BLOCK_M, BLOCK_N, D, CONSUMERS, Q_STAGES, STAGES, Q_REGISTERS, not FIRST, LAST,
-                        CAPPED, dtype)),
-            (consumer, (1, given, memory, barriers, BLOCK_M, BLOCK_N, D, CONSUMERS, Q_STAGES, STAGES, Q_REGISTERS, not FIRST, LAST,
-                        CAPPED, dtype)),
-            (consumer, (2, given, memory, barriers, BLOCK_M, BLOCK_N, D, CONSUMERS, Q_STAGES, STAGES, Q_REGISTERS, not FIRST, LAST,
-                        CAPPED, dtype)),
+            (consumer, (0, given, memory, barriers, BLOCK_M, BLOCK_N, D, CONSUMERS, Q_STAGES, STAGES, Q_REGISTERS, not FIRST,
+                        LAST, CAPPED, dtype, BY_SUMS)),
+            (consumer, (1, given, memory, barriers, BLOCK_M, BLOCK_N, D, CONSUMERS, Q_STAGES, STAGES, Q_REGISTERS, not FIRST,
+                        LAST, CAPPED, dtype, BY_SUMS)),
+            (consumer, (2, given, memory, barriers, BLOCK_M, BLOCK_N, D, CONSUMERS, Q_STAGES, STAGES, Q_REGISTERS, not FIRST,
+                        LAST, CAPPED, dtype, BY_SUMS)),
             (producer, (q_desc, k_desc, v_desc, memory, barriers, group, BLOCK_M, BLOCK_N, D, CONSUMERS, Q_STAGES, STAGES)),
-            (scheduler, (drawn, memory, barriers, BLOCK_M * CONSUMERS, BLOCK_N, not FIRST and not LAST)),
+            (scheduler, (drawn, memory, barriers, BLOCK_M * CONSUMERS, BLOCK_N, CONSUMERS, BY_SUMS, not FIRST and not LAST)),
         ], [4, 4, 1, 1], [REGISTERS, REGISTERS, 24, 24])
 
 
@@ -176,7 +183,7 @@ def forward_launch(
         scale_log2=(softcap if softcap else softmax_scale) * LOG2_E, pre=softmax_scale / softcap if softcap else 0.0,
         D=head_dim, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, CONSUMERS=tile.consumers, Q_STAGES=tile.q_stages,
         STAGES=tile.stages, Q_REGISTERS=tile.q_registers, REGISTERS=tile.consumer_registers,
-        FIRST=first, LAST=out is not None, CAPPED=softcap > 0,
+        FIRST=first, LAST=out is not None, CAPPED=softcap > 0, BY_SUMS=tile.by_sums and q.dtype == torch.bfloat16,
     )
     return (max(1, min(total, num_ctas)),), arguments, {"num_warps": 4, "maxnreg": tile.max_registers}
 
@@ -184,4 +191,4 @@ def forward_launch(
 def loadable(x: Tensor) -> Tensor:
     """x [B, S, H, D] itself where the copy engine can address it (contiguous last dim, 16-byte aligned base and strides, no
     expanded dim), else a contiguous copy."""
-    return x if describable(x) else x.contiguous()
+    return x if describable(x) else x.clone(memory_format=torch.contiguous_format)

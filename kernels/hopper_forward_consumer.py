@@ -1,4 +1,4 @@
-"""The consumers of the `hopper` forward: each warpgroup owns 64 query rows and does both products and the softmax of a query tile.
+"""The consumers of the `hopper` forward: a warpgroup owns 64 rows of a query tile and does both products and the softmax.
 
 A step multiplies q with this step's k while the last step's probabilities are multiplied with the last step's v; the softmax runs
 beside the second product. Where the waits stand is what makes it overlap: see Note [Hopper forward] before moving any of them.
@@ -6,18 +6,20 @@ beside the second product. Where the waits stand is what makes it overlap: see N
 from __future__ import annotations
 
 from .gluon_shim import fence_async_shared, gl, gluon, mbarrier, tma_store, tma_store_wait, warpgroup_mma, warpgroup_mma_wait
-from .hopper_forward_scheduler import key_tile, next_tile
-from .hopper_forward_softmax import LN_2, apply_mask, base_2, cap, pack, rescale, row_total, softmax, softmax_of_first_tile, unpack
+from .hopper_forward_scheduler import FINAL, any_failed, key_tile, next_tile
+from .hopper_forward_softmax import (
+    LN_2, apply_mask, base_2, cap, pack, rescale, softmax, softmax_by_sums, softmax_of_first_tile, unpack)
 
 
 @gluon.jit
 def step(
-    q, memory, barriers, it, more, packed, acc, ref, row_sum, lo, hi, col0, cols, scale_log2, pre, zero,
+    q, memory, barriers, it, more, packed, acc, ref, sums, shrink, lo, hi, col0, cols, scale_log2, pre, zero,
     MASKED: gl.constexpr, STAGES: gl.constexpr, CAPPED: gl.constexpr, dtype: gl.constexpr,
-    acc_layout: gl.constexpr, p_layout: gl.constexpr,
+    p_layout: gl.constexpr, BY_SUMS: gl.constexpr,
 ):
-    """One key tile. Enters with this step's k in shared memory and the last step's probabilities in `packed`."""
-    q_s, k_s, v_s, info_s = memory
+    """One key tile. Enters with this step's k in shared memory and the last step's probabilities in `packed`. shrink: what all
+    that came before this tile has still to be multiplied by."""
+    q_s, k_s, v_s, info_s, failed_s = memory
     info_full, info_empty, q_full, q_empty, k_full, v_full, kv_empty = barriers
     this, last = it % STAGES, (it - 1) % STAGES
     s_running = warpgroup_mma(q, k_s.index(this).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -28,14 +30,20 @@ def step(
         s = cap(s, pre)
     if MASKED:
         s = apply_mask(s, lo, hi, col0, cols)
-    p, ref, row_sum, shrink = softmax(s, ref, row_sum, scale_log2, MASKED)
+    if BY_SUMS:
+        # The last tile's sums moved the reference: everything before this tile shrinks.
+        sums = sums * shrink
+        p, ref, sums, next_shrink = softmax_by_sums(s, ref, sums, scale_log2)
+    else:
+        p, ref, sums, shrink = softmax(s, ref, sums, scale_log2, MASKED)
+        next_shrink = gl.full_like(shrink, 1.0)
     # Waiting for the next k exactly here also ends the basic block: without it ptxas moves the wait for the second product up to
     # before the exponentials, and nothing overlaps.
     mbarrier.wait(k_full.index((it + 1) % STAGES), ((it + 1) // STAGES) & 1, pred=more)
     acc = warpgroup_mma_wait(0, deps=(acc_running,))
     packed = pack(p, dtype)  # not earlier: writing the next product's operand while one runs serialises wgmma
     mbarrier.arrive(kv_empty.index(this), count=1)
-    return packed, rescale(acc, shrink, acc_layout), ref, row_sum
+    return packed, rescale(acc, shrink), ref, sums, next_shrink
 
 
 @gluon.jit
@@ -59,9 +67,9 @@ def consumer(
     memory, barriers,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, CONSUMERS: gl.constexpr,
     Q_STAGES: gl.constexpr, STAGES: gl.constexpr, Q_REGISTERS: gl.constexpr,
-    FOLD: gl.constexpr, LAST: gl.constexpr, CAPPED: gl.constexpr, dtype: gl.constexpr,
+    FOLD: gl.constexpr, LAST: gl.constexpr, CAPPED: gl.constexpr, dtype: gl.constexpr, BY_SUMS: gl.constexpr,
 ):
-    q_s, k_s, v_s, info_s = memory
+    q_s, k_s, v_s, info_s, failed_s = memory
     info_full, info_empty, q_full, q_empty, k_full, v_full, kv_empty = barriers
     out_desc, state, lse, k_lo, k_hi, num_q, state_sb, state_ss, state_sh, lse_sb, lse_sh, scale_log2, pre = given
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -74,17 +82,19 @@ def consumer(
     zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, s_layout)
     it = gl.to_tensor(0)  # steps since the kernel's start: stage and phase of the k and v barriers
     turn = gl.to_tensor(0)  # query tiles since the kernel's start: the same for q
-    row0, head, batch, steps, high, masked, tile_hi, tile_lo = next_tile(memory, barriers, turn, 4)
+    item = gl.to_tensor(0)  # of the scheduler
+    row0, head, batch, steps, high, masked, tile_hi, tile_lo, mode, item = next_tile(memory, barriers, item, 4)
     while row0 >= 0:
         qs = turn % Q_STAGES
         q_own = q_s.index(qs * CONSUMERS + warpgroup)
         valid = row0 + own_rows < num_q
         lo = gl.load(k_lo + row0 + own_rows, mask=valid, other=0)
-        hi = gl.load(k_hi + row0 + own_rows, mask=valid, other=0)
+        hi = gl.load(k_hi + row0 + own_rows, mask=valid, other=1 << 30)  # rows that do not exist see all: finite
         if FOLD:  # the accumulator starts as the running state, with weight 1
             acc = gl.load(state_pointers(state, batch, head, row0 + acc_rows, acc_cols, state_sb, state_ss, state_sh),
                           mask=(row0 + acc_rows < num_q)[:, None], other=0.0)
-            ref = base_2(gl.load(lse_pointers(lse, batch, head, row0 + own_rows, lse_sb, lse_sh), mask=valid, other=-float("inf")))
+            ref = base_2(gl.load(lse_pointers(lse, batch, head, row0 + own_rows, lse_sb, lse_sh), mask=valid,
+                                 other=-float("inf")))
         else:
             acc = gl.zeros([BLOCK_M, D], gl.float32, acc_layout)
             ref = gl.full([BLOCK_M], -float("inf"), gl.float32, gl.SliceLayout(1, s_layout))
@@ -106,54 +116,67 @@ def consumer(
         if CAPPED:
             s = cap(s, pre)
         s = apply_mask(s, lo, hi, key_tile(0, high, masked, tile_hi, tile_lo) * BLOCK_N, cols)
-        p, ref, row_sum, shrink = softmax_of_first_tile(s, ref, scale_log2, FOLD)
+        p, ref, sums, shrink = softmax_of_first_tile(s, ref, scale_log2, FOLD)
         if FOLD:
-            acc = rescale(acc, shrink, acc_layout)
+            acc = rescale(acc, shrink)
+        shrink = gl.full_like(shrink, 1.0)
         packed = pack(p, dtype)
         it += 1
         mbarrier.wait(k_full.index(it % STAGES), (it // STAGES) & 1, pred=steps > 1)
         for j in range(1, masked):
             col0 = key_tile(j, high, masked, tile_hi, tile_lo) * BLOCK_N
-            packed, acc, ref, row_sum = step(
-                q, memory, barriers, it, j + 1 < steps, packed, acc, ref, row_sum, lo, hi, col0, cols, scale_log2, pre, zero,
-                True, STAGES, CAPPED, dtype, acc_layout, p_layout)
+            packed, acc, ref, sums, shrink = step(
+                q, memory, barriers, it, j + 1 < steps, packed, acc, ref, sums, shrink, lo, hi, col0, cols, scale_log2, pre, zero,
+                True, STAGES, CAPPED, dtype, p_layout, False)
             it += 1
         for j in range(gl.maximum(masked, 1), steps):
-            packed, acc, ref, row_sum = step(
-                q, memory, barriers, it, j + 1 < steps, packed, acc, ref, row_sum, lo, hi, 0, cols, scale_log2, pre, zero,
-                False, STAGES, CAPPED, dtype, acc_layout, p_layout)
+            packed, acc, ref, sums, shrink = step(
+                q, memory, barriers, it, j + 1 < steps, packed, acc, ref, sums, shrink, lo, hi, 0, cols, scale_log2, pre, zero,
+                False, STAGES, CAPPED, dtype, p_layout, BY_SUMS)
             it += 1
         if not LAST:
             mbarrier.arrive(q_empty.index(qs), count=1)
         last = (it - 1) % STAGES
         mbarrier.wait(v_full.index(last), ((it - 1) // STAGES) & 1)
         acc_running = warpgroup_mma(unpack(packed, dtype, p_layout), v_s.index(last), acc, is_async=True)
-        # beside the last product: what comes next, and lse (this v is freed by the next tile's first signal)
-        turn += 1
-        next_row0, next_head, next_batch, steps, high, masked, tile_hi, tile_lo = next_tile(memory, barriers, turn, 4)
-        row_sum = row_total(row_sum, gl.SliceLayout(1, s_layout))
-        valid = row0 + own_rows < num_q
+        # Beside the last product: lse, and what comes next (this v is freed by the next tile's first signal). What the reference
+        # was moved by after the last tile cancels in out, not in lse.
+        row_sum = gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, s_layout))
+        row_ref = gl.convert_layout(gl.max(ref, 1), gl.SliceLayout(1, s_layout))
+        inverse = 1.0 / gl.where(row_sum == 0, 1.0, row_sum)
+        write = ((mode >> warpgroup) & 1) != 0
+        if BY_SUMS:
+            row_sum = row_sum * gl.convert_layout(gl.max(shrink, 1), gl.SliceLayout(1, s_layout))
+            slot = ((item - 1) & 1) * CONSUMERS + warpgroup
+            failed_s.index(slot).store(gl.where(row_sum < float("inf"), 0, 1))
+            failed = any_failed(failed_s, slot, BLOCK_M, 4)
+            write = write & ((failed == 0) | (mode >= FINAL))
+        valid = (row0 + own_rows < num_q) & write
         at = lse_pointers(lse, batch, head, row0 + own_rows, lse_sb, lse_sh)
-        merged = gl.where(row_sum > 0, (ref + gl.log2(row_sum)) * LN_2, -float("inf"))
+        merged = gl.where(row_sum == 0, -float("inf"), (row_ref + gl.log2(row_sum)) * LN_2)
         if FOLD:  # the change alone is rounded: without one, lse stays as it was to the bit
             before = gl.load(at, mask=valid, other=-float("inf"))
-            grown = before + ((ref - base_2(before)) + gl.log2(row_sum)) * LN_2
+            grown = before + ((row_ref - base_2(before)) + gl.log2(row_sum)) * LN_2
             merged = gl.where(before == -float("inf"), merged, grown)
         gl.store(at, merged, mask=valid)
-        inverse = 1.0 / gl.where(row_sum > 0, row_sum, 1.0)
+        turn += 1
+        next_row0, next_head, next_batch, steps, high, masked, tile_hi, tile_lo, next_mode, item = next_tile(
+            memory, barriers, item, 4)
         acc = warpgroup_mma_wait(0, deps=(acc_running,))
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, acc_layout))[:, None]
         if LAST:
-            q_own.store(acc.to(dtype))
-            fence_async_shared()
-            tma_store(out_desc, [batch, row0 + warpgroup * BLOCK_M, head, 0],
-                      q_own._reinterpret(dtype, [1, BLOCK_M, 1, D], out_desc.layout))
+            if write:
+                q_own.store(acc.to(dtype))
+                fence_async_shared()
+                tma_store(out_desc, [batch, row0 + warpgroup * BLOCK_M, head, 0],
+                          q_own._reinterpret(dtype, [1, BLOCK_M, 1, D], out_desc.layout))
             if Q_STAGES == 1:
                 tma_store_wait(0)
                 mbarrier.arrive(q_empty.index(0), count=1)
         else:  # whole 32-byte sectors straight from registers
             gl.store(state_pointers(state, batch, head, row0 + acc_rows, acc_cols, state_sb, state_ss, state_sh), acc,
-                     mask=(row0 + acc_rows < num_q)[:, None])
+                     mask=(row0 + acc_rows < num_q)[:, None] & write)
+        mode = next_mode
         row0 = next_row0
         head = next_head
         batch = next_batch

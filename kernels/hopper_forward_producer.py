@@ -1,4 +1,4 @@
-"""The producer of the `hopper` forward: one warp that asks the copy engine (TMA) for q, k and v tiles, as far ahead as there is room."""
+"""The producer of the `hopper` forward: one warp that asks the copy engine (TMA) for q, k and v, as far ahead as room goes."""
 from __future__ import annotations
 
 from .gluon_shim import gl, gluon, mbarrier, tma_load
@@ -15,11 +15,12 @@ def producer(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, CONSUMERS: gl.constexpr,
     Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
 ):
-    q_s, k_s, v_s, info_s = memory
+    q_s, k_s, v_s, info_s, failed_s = memory
     info_full, info_empty, q_full, q_empty, k_full, v_full, kv_empty = barriers
     it = gl.to_tensor(0)
     turn = gl.to_tensor(0)
-    row0, head, batch, steps, high, masked, tile_hi, tile_lo = next_tile(memory, barriers, turn, 1)
+    item = gl.to_tensor(0)
+    row0, head, batch, steps, high, masked, tile_hi, tile_lo, mode, item = next_tile(memory, barriers, item, 1)
     while row0 >= 0:
         qs = turn % Q_STAGES
         mbarrier.wait(q_empty.index(qs), ((turn // Q_STAGES) & 1) ^ 1)
@@ -42,4 +43,4 @@ def producer(
             tma_load(v_desc, [batch, row, kv_head, 0], v_full.index(s),
                      v_s.index(s)._reinterpret(v_desc.dtype, [1, BLOCK_N, 1, D], v_desc.layout))
         turn += 1
-        row0, head, batch, steps, high, masked, tile_hi, tile_lo = next_tile(memory, barriers, turn, 1)
+        row0, head, batch, steps, high, masked, tile_hi, tile_lo, mode, item = next_tile(memory, barriers, item, 1)

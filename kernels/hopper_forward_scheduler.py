@@ -7,6 +7,10 @@ from __future__ import annotations
 
 from .gluon_shim import gl, gluon, mbarrier
 
+# Of a tile's mode: which consumers write their rows, and whether they do so even if a sum is not finite.
+ALL, FINAL = gl.constexpr(7), gl.constexpr(8)
+HEAD_BITS = gl.constexpr(20)  # mode and head share a number
+HEAD_MASK = gl.constexpr((1 << 20) - 1)
 TILE_INFO = gl.constexpr(8)  # row0 (-1: no more), head, batch, and the five numbers of `key_tile`
 
 
@@ -15,74 +19,127 @@ def scheduler(
     given,  # see the kernel: k_lo, k_hi, order, counter and scalars
     memory, barriers,
     ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
+    CONSUMERS: gl.constexpr, BY_SUMS: gl.constexpr,
     SKIP_EMPTY: gl.constexpr,  # tiles that see nothing need no writing: the state is there already
 ):
     k_lo, k_hi, order, counter, num_q, num_heads, num_heads_total, section, num_tiles, total = given
-    info_s = memory[3]
+    info_s, failed_s = memory[3], memory[4]
     info_full, info_empty = barriers[0], barriers[1]
     layout: gl.constexpr = gl.BlockedLayout([TILE_INFO], [32], [1], [0])
     i = gl.arange(0, TILE_INFO, layout)
     tile = gl.program_id(0)
     sent = gl.to_tensor(0)
-    while tile < total:
-        which = tile // (section * num_tiles)
-        within = tile - which * (section * num_tiles)
-        heads = gl.minimum(section, num_heads_total - which * section)
-        rank = within // heads
-        head_b = which * section + within - rank * heads
-        batch = head_b // num_heads
-        row0 = gl.load(order + rank) * ROWS
-        # both ends are non-decreasing: the first and last row bound the tile
-        last = gl.minimum(row0 + ROWS, num_q) - 1
-        lo_first = gl.load(k_lo + row0)
-        lo_last = gl.load(k_lo + last)
-        hi_first = gl.load(k_hi + row0)
-        hi_last = gl.load(k_hi + last)
-        tile_lo = lo_first // BLOCK_N
-        tile_hi = gl.where(hi_last > lo_first, (hi_last + BLOCK_N - 1) // BLOCK_N, tile_lo)
-        full_lo = (lo_last + BLOCK_N - 1) // BLOCK_N  # every row of the tile sees all of [full_lo, full_hi)
-        full_hi = hi_first // BLOCK_N
-        no_full = full_hi <= full_lo
-        full_lo = gl.where(no_full, tile_lo, full_lo)
-        full_hi = gl.where(no_full, tile_lo, full_hi)
-        steps = tile_hi - tile_lo
-        high = tile_hi - full_hi
-        masked = high + full_lo - tile_lo
-        if steps > 0 or not SKIP_EMPTY:
+    redo = gl.to_tensor(0)  # which consumers failed at the item before the last
+    judged = gl.to_tensor(1)  # 0: the last item may have failed, which is not known yet
+    more = gl.to_tensor(1)
+    while more != 0:
+        v = gl.full([TILE_INFO], -2, gl.int32, layout)
+        send = gl.to_tensor(1)
+        final = gl.to_tensor(1)
+        if redo != 0:
+            # its record is still in the slot whose turn it is; all steps by maxima
+            v = info_s.index(sent & 1).load(layout)
+            steps = gl.sum(gl.where(i == 3, v, 0), 0)
+            v = gl.where(i == 5, steps, v)
+            v = gl.where(i == 1, (v & HEAD_MASK) | ((FINAL | redo) << HEAD_BITS), v)
+        elif tile < total:
+            which = tile // (section * num_tiles)
+            within = tile - which * (section * num_tiles)
+            heads = gl.minimum(section, num_heads_total - which * section)
+            rank = within // heads
+            head_b = which * section + within - rank * heads
+            batch = head_b // num_heads
+            row0 = gl.load(order + rank) * ROWS
+            # both ends are non-decreasing: the first and last row bound the tile
+            last = gl.minimum(row0 + ROWS, num_q) - 1
+            lo_first = gl.load(k_lo + row0)
+            lo_last = gl.load(k_lo + last)
+            hi_first = gl.load(k_hi + row0)
+            hi_last = gl.load(k_hi + last)
+            tile_lo = lo_first // BLOCK_N
+            tile_hi = gl.where(hi_last > lo_first, (hi_last + BLOCK_N - 1) // BLOCK_N, tile_lo)
+            full_lo = (lo_last + BLOCK_N - 1) // BLOCK_N  # every row of the tile sees all of [full_lo, full_hi)
+            full_hi = hi_first // BLOCK_N
+            if BY_SUMS:
+                # A row whose keys end where the partial tiles start, or start where they end, sees its first key in a full one:
+                # that goes by maxima as if it were partial.
+                high_unseen = (hi_first == full_hi * BLOCK_N) & (hi_last > hi_first)
+                low_unseen = (lo_last == full_lo * BLOCK_N) & (lo_first < lo_last) & (hi_first == full_hi * BLOCK_N)
+                full_hi = gl.where(high_unseen | low_unseen, full_hi - 1, full_hi)
+            no_full = full_hi <= full_lo
+            full_lo = gl.where(no_full, tile_lo, full_lo)
+            full_hi = gl.where(no_full, tile_lo, full_hi)
+            steps = tile_hi - tile_lo
+            high = tile_hi - full_hi
+            masked = high + full_lo - tile_lo
             # one that sees nothing is one key tile, masked out whole
             empty = steps == 0
-            v = gl.where(i == 0, row0, head_b - batch * num_heads)
+            if BY_SUMS:
+                final = gl.where(masked < steps, 0, 1)
+            mode = ALL + FINAL * final
+            v = gl.where(i == 0, row0, (head_b - batch * num_heads) | (mode << HEAD_BITS))
             v = gl.where(i == 2, batch, v)
             v = gl.where(i == 3, gl.maximum(steps, 1), v)
             v = gl.where(i == 4, gl.where(empty, 1, high), v)
             v = gl.where(i == 5, gl.where(empty, 1, masked), v)
             v = gl.where(i == 6, gl.where(empty, 1, tile_hi), v)
             v = gl.where(i == 7, gl.where(empty, 0, tile_lo), v)
-            info_s.index(0).store(v)
+            if SKIP_EMPTY:
+                send = gl.where(empty, 0, 1)
+        elif judged != 0:
+            v = gl.full([TILE_INFO], -1, gl.int32, layout)
+            more = gl.to_tensor(0)
+        if send != 0:
+            info_s.index(sent & 1).store(v)
             mbarrier.arrive(info_full.index(0), count=1)
             sent += 1
-            mbarrier.wait(info_empty.index(0), (sent & 1) ^ 1)
+            drew = redo == 0
+            redo = gl.to_tensor(0)
+            if more != 0:
+                mbarrier.wait(info_empty.index(0), (sent & 1) ^ 1)
+                if BY_SUMS:
+                    if judged == 0:
+                        for w in gl.static_range(CONSUMERS):
+                            redo = redo | (any_failed(failed_s, (sent & 1) * CONSUMERS + w, ROWS // CONSUMERS, 1) << w)
+                    judged = final
+        else:
+            drew = redo == 0
         # Drawn only now, when the last tile has been taken up: one ahead. `total` draws are made in all, and the last of them
         # leaves the counter as it was for the next launch on this stream.
-        drawn = gl.atomic_add(counter, 1)
-        tile = gl.num_programs(0) + drawn
-        if drawn == total - 1:
-            gl.store(counter, 0)
-    info_s.index(0).store(gl.full([TILE_INFO], -1, gl.int32, layout))
-    mbarrier.arrive(info_full.index(0), count=1)
+        if drew & (tile < total):
+            drawn = gl.atomic_add(counter, 1)
+            tile = gl.num_programs(0) + drawn
+            if drawn == total - 1:
+                gl.store(counter, 0)
 
 
 @gluon.jit
-def next_tile(memory, barriers, turn, WARPS: gl.constexpr):
-    """(row0 or -1, head, batch, steps, high, masked, tile_hi, tile_lo) of this CTA's query tile number `turn`."""
+def any_failed(failed_s, slot, ROWS: gl.constexpr, WARPS: gl.constexpr):
+    """1 when a row in that slot has no finite sum, else 0. There is one per consumer and parity of the item: a consumer may be a
+    tile ahead of another."""
+    # each warp holds all rows: a reduction between warps would take shared memory of its own
+    return gl.max(failed_s.index(slot).load(gl.BlockedLayout([ROWS // 32], [32], [WARPS], [0])), 0)
+
+
+@gluon.jit
+def next_tile(memory, barriers, item, WARPS: gl.constexpr):
+    """(row0 or -1, head, batch, steps, high, masked, tile_hi, tile_lo, mode, next item) of the CTA's next query tile."""
     info_s = memory[3]
     info_full, info_empty = barriers[0], barriers[1]
     # every thread holds all eight, so that the sums below cost nothing
     layout: gl.constexpr = gl.BlockedLayout([TILE_INFO], [32], [WARPS], [0])
-    mbarrier.wait(info_full.index(0), turn & 1)
-    v = info_s.index(0).load(layout)
     i = gl.arange(0, TILE_INFO, layout)
+    mbarrier.wait(info_full.index(0), item & 1)
+    v = info_s.index(item & 1).load(layout)
+    mbarrier.arrive(info_empty.index(0), count=1)
+    item += 1
     row0 = gl.sum(gl.where(i == 0, v, 0), 0)
+    while row0 == -2:
+        mbarrier.wait(info_full.index(0), item & 1)
+        v = info_s.index(item & 1).load(layout)
+        mbarrier.arrive(info_empty.index(0), count=1)
+        item += 1
+        row0 = gl.sum(gl.where(i == 0, v, 0), 0)
     head = gl.sum(gl.where(i == 1, v, 0), 0)
     batch = gl.sum(gl.where(i == 2, v, 0), 0)
     steps = gl.sum(gl.where(i == 3, v, 0), 0)
@@ -90,13 +147,12 @@ def next_tile(memory, barriers, turn, WARPS: gl.constexpr):
     masked = gl.sum(gl.where(i == 5, v, 0), 0)
     tile_hi = gl.sum(gl.where(i == 6, v, 0), 0)
     tile_lo = gl.sum(gl.where(i == 7, v, 0), 0)
-    mbarrier.arrive(info_empty.index(0), count=1)
-    return row0, head, batch, steps, high, masked, tile_hi, tile_lo
+    return row0, head & HEAD_MASK, batch, steps, high, masked, tile_hi, tile_lo, head >> HEAD_BITS, item
 
 
 @gluon.jit
 def key_tile(step, high, masked, tile_hi, tile_lo):
-    """The key tile of a step: the `high` partial ones at the upper end, the other masked ones at the lower end, then the full ones
-    downwards. So each loop body is either masked or not, and the diagonal, which all heads need, comes first."""
+    """The key tile of a step: the `high` partial ones at the upper end, the other masked ones at the lower end, then the full
+    ones downwards. So each loop body is either masked or not, and the diagonal, which all heads need, comes first."""
     tile = gl.where(step >= high, tile_lo + step - high, tile_hi - 1 - step)
     return gl.where(step >= masked, tile_hi - 1 - step + masked - high, tile)

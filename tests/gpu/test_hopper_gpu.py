@@ -1,5 +1,7 @@
-"""The forward of the `hopper` backend on a GPU: every variant against the fp64 oracle, offsets past 2^31, streams, repeatability."""
+"""The forward of the `hopper` backend on a GPU: every variant against the fp64 oracle, offsets past 2^31, streams, same bits."""
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -7,17 +9,29 @@ import torch
 from ringflash.kernels import hopper
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
-REASON = hopper.unavailable(torch.device("cuda"), torch.bfloat16, 128, False) if torch.cuda.is_available() else "needs a CUDA device"
+REASON = "needs a CUDA device"
+if torch.cuda.is_available():
+    REASON = hopper.unavailable(torch.device("cuda"), torch.bfloat16, 128, False)
 if REASON:
     pytest.skip(REASON, allow_module_level=True)
 
+from ringflash.kernels import hopper_forward  # noqa: E402
 from ringflash.kernels.intervals import Intervals  # noqa: E402
-from ringflash.tests.support.forward_cases import check_forward, run_forward  # noqa: E402
+from ringflash.tests.support.forward_cases import check_forward, judge, run_forward  # noqa: E402
 from ringflash.tests.support.triton_cases import BOUNDS, Case  # noqa: E402
 
 DEVICE = torch.device("cuda")
 VARIANTS = [(d, dtype) for d in hopper.HEAD_DIMS for dtype in hopper.DTYPES]
 LENGTHS = (1, 2, 63, 64, 127, 129, 191, 193, 1000, 2049)
+
+
+@pytest.fixture(params=[False, True], ids=["by maxima", "by sums"], autouse=True)
+def by_sums(request, monkeypatch):
+    """Both ways of moving the softmax's reference (Note [Hopper forward]); fp16 has only the first."""
+    if request.param and torch.float16 in getattr(request.node, "callspec").params.values():
+        pytest.skip("fp16 goes by maxima")
+    for head_dim, tile in list(hopper_forward.FORWARD_TILES.items()):
+        monkeypatch.setitem(hopper_forward.FORWARD_TILES, head_dim, replace(tile, by_sums=request.param))
 
 
 def case(*lengths: int, **changes) -> Case:
@@ -56,8 +70,8 @@ def test_softcap_and_sinks_keep_their_budget(head_dim, dtype, softcap):
     for scale in (0.125, 1.0):
         for bounds in ("causal", "gaps"):
             for visits, sinks in ((1, False), (1, True), (3, False), (3, True)):
-                check_forward(hopper, case(513, 700, head_dim=head_dim, dtype=dtype, softcap=softcap, scale=scale, bounds=bounds,
-                                           visits=visits, sinks=sinks), DEVICE)
+                check_forward(hopper, case(513, 700, head_dim=head_dim, dtype=dtype, softcap=softcap, scale=scale,
+                                           bounds=bounds, visits=visits, sinks=sinks), DEVICE)
 
 
 @pytest.mark.parametrize("scale", [-0.125, 0.0, 3.0])
@@ -68,13 +82,15 @@ def test_any_scale_keeps_its_budget(scale):
 
 def given(num_q: int, num_k: int, heads: int = 2, head_dim: int = 128, dtype: torch.dtype = torch.bfloat16, batch: int = 1):
     generator = torch.Generator(DEVICE).manual_seed(1)
-    q, k, v = (torch.randn(batch, n, heads, head_dim, device=DEVICE, generator=generator).to(dtype) for n in (num_q, num_k, num_k))
+    q, k, v = (torch.randn(batch, n, heads, head_dim, device=DEVICE, generator=generator).to(dtype)
+               for n in (num_q, num_k, num_k))
     state = torch.full((batch, num_q, heads, head_dim), torch.nan, device=DEVICE)
     return q, k, v, state, torch.full((batch, heads, num_q), torch.nan, device=DEVICE), torch.full_like(q, torch.nan)
 
 
 def full(num_q: int, num_k: int) -> Intervals:
-    return Intervals.from_rows(torch.zeros(num_q, dtype=torch.int32), torch.full((num_q,), num_k, dtype=torch.int32), num_k, DEVICE)
+    lo = torch.zeros(num_q, dtype=torch.int32)
+    return Intervals.from_rows(lo, torch.full_like(lo, num_k), num_k, DEVICE)
 
 
 def test_operands_that_the_copy_engine_cannot_address_give_the_same_bits():
@@ -121,7 +137,8 @@ def test_empty_sides_and_masks_write_what_the_contract_says():
         q, k, v, state, lse, out = given(num_q, num_k)
         hopper.forward(q, k, v, full(num_q, num_k), softmax_scale=0.1, state=state, lse=lse, out=None, first=True)
         assert bool((state == 0).all()) and bool((lse == -torch.inf).all())
-        hopper.forward(q, k, v, full(num_q, num_k), softmax_scale=0.1, state=state.fill_(2), lse=lse.fill_(1), out=out, first=False)
+        state.fill_(2), lse.fill_(1)
+        hopper.forward(q, k, v, full(num_q, num_k), softmax_scale=0.1, state=state, lse=lse, out=out, first=False)
         assert bool((out == 2).all()) and bool((lse == 1).all())
 
 
@@ -155,6 +172,40 @@ def test_visits_whose_lse_lie_far_apart_merge_without_overflow(head_dim, dtype):
         want = v[:, high:high + 128].float().mean(1, keepdim=True).expand_as(out)
         assert torch.allclose(out.float(), want, rtol=1e-2, atol=1e-3)
         assert torch.allclose(lse, torch.full_like(lse, 2.0 * head_dim + torch.tensor(128.0).log().item()), rtol=1e-6)
+
+
+@pytest.mark.parametrize("head_dim, dtype", VARIANTS, ids=str)
+def test_scores_that_rise_by_hundreds_from_tile_to_tile_keep_their_budget(head_dim, dtype):
+    """A tile without maxima overflows there, and is done again with them; its neighbours are not, nor written twice."""
+    for bounds in ("causal", "full", "window", "documents"):
+        for visits, sinks in ((1, False), (3, False), (2, True)):
+            check_forward(hopper, case(1500, 1500, heads=4, kv_heads=2, head_dim=head_dim, dtype=dtype, bounds=bounds,
+                                       visits=visits, sinks=sinks, scale=20.0), DEVICE)
+    for rows in (64, 130, 700):  # in some rows only: a rising key towards row 0, the last tile to be computed
+        q, k, v, state, lse, out = given(rows, 2000, head_dim=head_dim, dtype=dtype)
+        k[:, :, :, 0] = torch.linspace(200, 0, 2000, device=DEVICE)[None, :, None]
+        q[:, ::3, :, 0] = 4.0
+        q[:, 1::3, :, 0], q[:, 2::3, :, 0] = 0.0, -4.0
+        options = dict(softmax_scale=1.0, state=state, lse=lse)
+        for first in (True, False):
+            hopper.forward(q, k, v, full(rows, 2000), out=None if first else out, first=first, **options)
+        both = [torch.cat([x, x], 1) for x in (k, v)]
+        allowed = torch.ones(rows, 4000, dtype=torch.bool, device=DEVICE)
+        inputs = dict(q=q, k=both[0], v=both[1], softmax_scale=1.0, allowed=allowed)
+        for verdict in judge(dict(out=out, lse=lse), inputs).values():
+            assert verdict.ok, f"{rows} rows: {verdict}"
+
+
+@pytest.mark.parametrize("dtype", hopper.DTYPES)
+def test_nan_in_a_query_stays_in_its_row(dtype):
+    q, k, v, state, lse, out = given(300, 1000, dtype=dtype)
+    hopper.forward(q, k, v, full(300, 1000), softmax_scale=0.1, state=None, lse=lse, out=out, first=True)
+    q[0, 77, 1, 5] = torch.nan
+    got, got_lse = torch.zeros_like(out), torch.zeros_like(lse)
+    hopper.forward(q, k, v, full(300, 1000), softmax_scale=0.1, state=None, lse=got_lse, out=got, first=True)
+    assert bool(got[0, 77, 1].isnan().all()) and bool(got_lse[0, 1, 77].isnan())
+    got[0, 77, 1], got_lse[0, 1, 77] = out[0, 77, 1], lse[0, 1, 77]
+    assert torch.allclose(got.float(), out.float(), rtol=1e-2, atol=1e-3) and torch.allclose(got_lse, lse, rtol=1e-5)
 
 
 def test_forward_is_bitwise_repeatable_with_any_number_of_multiprocessors():
@@ -198,7 +249,8 @@ def test_lse_keeps_its_budget_over_half_a_million_keys_in_one_visit_and_in_eight
     for visits in (1, 8):
         for i in range(visits):
             a, b = i * keys // visits, (i + 1) * keys // visits
-            hopper.forward(q, k[:, a:b], v[:, a:b], full(rows, b - a), softmax_scale=0.1, state=state, lse=lse, out=None, first=i == 0)
+            hopper.forward(q, k[:, a:b], v[:, a:b], full(rows, b - a), softmax_scale=0.1, state=state, lse=lse, out=None,
+                           first=i == 0)
         worst = float((lse.double() - exact).abs().max())
         assert worst <= budget, f"{visits} visits: {worst:.2e} of {budget:.2e}"
 
@@ -225,10 +277,12 @@ def test_rows_past_2_31_elements_equal_those_of_compact_tensors():
     def visits(q, k, v, state, out):
         lse = torch.empty((1, heads, rows), device=DEVICE)
         for last in (False, True):
-            hopper.forward(q, k, v, intervals, softmax_scale=0.125, state=state, lse=lse, out=out if last else None, first=not last)
+            hopper.forward(q, k, v, intervals, softmax_scale=0.125, state=state, lse=lse, out=out if last else None,
+                           first=not last)
         return dict(lse=lse, state=state, out=out)
 
     far = visits(q, k, v, state, out)
-    near = visits(*(x.contiguous() for x in (q, k, v)), *(torch.empty(x.shape, dtype=x.dtype, device=DEVICE) for x in (state, out)))
+    fresh = [torch.empty(x.shape, dtype=x.dtype, device=DEVICE) for x in (state, out)]
+    near = visits(*(x.contiguous() for x in (q, k, v)), *fresh)
     for name, want in near.items():
         assert torch.equal(far[name], want), name

@@ -14,7 +14,9 @@ from .oracle import attention_oracle, eager_attention
 from .triton_cases import BOUNDS, Case, seen_pairs
 
 
-def poisoned_rows(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str, generator: torch.Generator | None) -> Tensor:
+def poisoned_rows(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str, generator: torch.Generator | None
+) -> Tensor:
     """[rows, ...]: standard normal (generator None: NaN), a view of a buffer that goes on with NaN."""
     buffer = torch.full((shape[0] + 9, *shape[1:]), float("nan"), dtype=dtype, device=device)
     if generator is not None:
