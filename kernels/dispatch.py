@@ -31,7 +31,7 @@ _log = logging.getLogger("ringflash")
 _logged: set[tuple] = set()
 
 # Fastest first. None: known by name, module not written yet.
-_MODULES: dict[str, str | None] = {"hopper": None, "triton": "triton_backend", "cpu": "cpu", "reference": "reference"}
+_MODULES: dict[str, str | None] = {"hopper": "hopper", "triton": "triton_backend", "cpu": "cpu", "reference": "reference"}
 # What "auto" may choose from, per kind of device. `reference` is dense: on CPU only for what `cpu` does not take (float64).
 _AUTO = {"cuda": ("hopper", "triton"), "cpu": ("cpu", "reference")}
 
