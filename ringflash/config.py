@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from ringflash.degrees import ParallelConfig, degrees_of, divisors, nearest, ulysses_problems
+
 LAYOUTS = ("contiguous", "zigzag", "striped", "balanced", "auto")
 KERNELS = ("auto", "hopper", "triton", "cpu", "reference")
 EXCHANGES = ("auto", "copy", "nccl", "gloo")
@@ -72,16 +74,6 @@ class AttentionConfig:
 
 
 @dataclass
-class ParallelConfig:
-    """dp x cp = world size; -1 means what is left. A ring is `cp` ranks that follow each other (the inner axis)."""
-
-    dp: int = 1
-    cp: int = -1
-    nproc: int | None = None  # workers of a plain start; None: one per GPU, or one on CPU
-    timeout_s: float = 600.0  # a collective that takes longer stops the run
-
-
-@dataclass
 class OptimConfig:
     name: str = "adamw"
     lr: float = 3e-3
@@ -130,7 +122,7 @@ class Config:
 
 def parallel_degrees(cfg: Config, world_size: int) -> tuple[int, int]:
     """(dp, cp) with -1 resolved. Raises ValueError unless dp * cp == world_size."""
-    problem, degrees = _degrees(cfg.parallel, world_size)
+    problem, degrees = degrees_of(cfg.parallel, world_size)
     if problem:
         raise ValueError(problem)
     return degrees
@@ -141,49 +133,13 @@ def validate(cfg: Config, world_size: int) -> tuple[int, int]:
 
     Raises ValueError with a line for each broken rule: dotted key and value, the rule with its numbers, the nearest valid values.
     """
-    problem, degrees = _degrees(cfg.parallel, world_size)
-    problems = [problem] if problem else []
+    problem, degrees = degrees_of(cfg.parallel, world_size)
+    problems = [problem] if problem else ulysses_problems(cfg.parallel, degrees[1], cfg.model.num_heads)
     for rules in (_model, _data, _attention, _optim, _train, _run):
         problems += rules(cfg)
     if problems:
         raise ValueError("\n".join(problems))
     return degrees
-
-
-def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def nearest(value: float, valid: list[int]) -> str:
-    """The valid values next below (or at) and next above `value`, as text."""
-    below = max((v for v in valid if v <= value), default=None)
-    above = min((v for v in valid if v > value), default=None)
-    return " or ".join(str(v) for v in (below, above) if v is not None)
-
-
-def _degrees(parallel: ParallelConfig, world_size: int) -> tuple[str, tuple[int, int]]:
-    dp, cp = parallel.dp, parallel.cp
-    none = (0, 0)
-    if parallel.nproc is not None and parallel.nproc < 1:
-        return f"parallel.nproc={parallel.nproc}: workers of a plain start, at least 1 (or null: one per GPU)", none
-    for key, degree in (("dp", dp), ("cp", cp)):
-        if degree < 1 and degree != -1:
-            return f"parallel.{key}={degree}: a degree is at least 1, or -1 for what is left of {world_size} ranks", none
-    if dp == -1 and cp == -1:
-        return "parallel.dp=-1, parallel.cp=-1: only one of them can be what is left; set the other, e.g. parallel.dp=1", none
-    for key, other, degree in (("dp", "cp", dp), ("cp", "dp", cp)):
-        rest = cp if key == "dp" else dp
-        if rest == -1 and world_size % degree:
-            return (f"parallel.{key}={degree}: must divide the world size {world_size} to leave {other} whole ranks; "
-                    f"nearest: {nearest(degree, divisors(world_size))}"), none
-    dp = world_size // cp if dp == -1 else dp
-    cp = world_size // dp if cp == -1 else cp
-    if dp * cp != world_size:
-        pairs = sorted(((d, world_size // d) for d in divisors(world_size)), key=lambda p: (abs(p[1] - cp), p))[:2]
-        ways = " or ".join(f"parallel.dp={d} parallel.cp={c}" for d, c in pairs)
-        return (f"parallel.dp={parallel.dp}, parallel.cp={parallel.cp}: dp * cp must be the world size, "
-                f"{dp} * {cp} = {dp * cp} is not {world_size}; nearest: {ways} (or start {dp * cp} ranks)"), none
-    return "", (dp, cp)
 
 
 def _at_least(cfg: Config, low: float, *keys: str) -> list[str]:

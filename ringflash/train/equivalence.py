@@ -78,7 +78,8 @@ def run(cfg: Config, data: Data, *, device: torch.device, group: dist.ProcessGro
         raise ValueError("equivalence.run compares the default group; dp and cp are cut from it")
     dp, cp = parallel_degrees(cfg, dist.get_world_size() if group is not None else 1)
     ring = dataclasses.replace(cfg, optim=_SGD)
-    world = single(device) if group is None else connect(dp, cp, device, timeout_s=cfg.parallel.timeout_s)
+    world = single(device) if group is None else connect(
+        dp, cp, device, timeout_s=cfg.parallel.timeout_s, ulysses=cfg.parallel.ulysses)
     alone = dataclasses.replace(ring, train=dataclasses.replace(cfg.train, accumulation=cfg.train.accumulation * dp))
     dtype = activation_dtype(cfg, device)
     got, one_rank = (_step(Trainer(made, where, data), weights) for made, where in ((ring, world), (alone, single(device))))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ringflash.config import Config, parallel_degrees
 from ringflash.ring import watchdog
+from ringflash.ring.heads import HeadSplit
 from ringflash.train.record import Recorder, save_weights
 from ringflash.train.text import Data, open_data
 from ringflash.train.trainer import NonFiniteError, Trainer, activation_dtype, model_config, select_kernel
@@ -51,7 +52,7 @@ def train(cfg: Config, world: World, data: Data, folder: Path | None) -> dict:
     summary = {
         "steps": cfg.train.steps,
         "parameters": sum(p.numel() for p in trainer.parameters),
-        "ranks": f"dp {world.dp} x cp {world.cp} on {world.device.type}",
+        "ranks": f"dp {world.dp} x cp {world.cp}{_shared(world)} on {world.device.type}",
         "kernel": select_kernel(cfg, world.device).name,
         "tokens": tokens,
         "tokens_per_s": tokens / trained_s,
@@ -79,11 +80,13 @@ def run(cfg: Config, *, store: dist.Store, rank: int, world_size: int, folder: P
     data = open_data(cfg)
     # Before the first collective: a compile that one rank is still busy with looks like a hang to the others.
     model = model_config(cfg)
+    heads = HeadSplit(model.num_heads, model.num_kv_heads, cfg.parallel.ulysses)
     select_kernel(cfg, device).warmup(
-        activation_dtype(cfg, device), model.resolved_head_dim, device, batch=cfg.data.batch_size, num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads, deterministic=cfg.attention.deterministic, softcap=model.softcap)
+        activation_dtype(cfg, device), model.resolved_head_dim, device, batch=cfg.data.batch_size, num_heads=heads.per_rank,
+        num_kv_heads=heads.local_kv_heads, deterministic=cfg.attention.deterministic, softcap=model.softcap)
     try:
-        world = connect(dp, cp, device, timeout_s=cfg.parallel.timeout_s + _GROUP_GRACE_S, store=store, rank=rank)
+        world = connect(dp, cp, device, timeout_s=cfg.parallel.timeout_s + _GROUP_GRACE_S, store=store, rank=rank,
+                        ulysses=cfg.parallel.ulysses)
         watchdog.start(cfg.parallel.timeout_s, store.clone() if world_size > 1 else None)
         train(cfg, world, data, folder)
     except NonFiniteError as error:
@@ -108,3 +111,7 @@ def _leave(code: int) -> int:
     """Ends the process without destructors: those of a group whose peer is gone may wait for ever."""
     sys.stdout.flush()
     os._exit(code)
+
+
+def _shared(world: World) -> str:
+    return "" if world.ulysses == 1 else f" (ring {world.cp // world.ulysses} x ulysses {world.ulysses})"

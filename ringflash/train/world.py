@@ -6,13 +6,14 @@ import signal
 import sys
 import threading
 from dataclasses import dataclass
+from functools import cached_property
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringflash.mesh import make_mesh
+from ringflash.mesh import make_mesh, ranks_of
 from ringflash.ring import watchdog
 
 
@@ -20,7 +21,8 @@ from ringflash.ring import watchdog
 class World:
     """Where this rank stands. cp is the inner axis: the ranks of a ring follow each other, so a ring stays inside a host.
 
-    The groups are None in a world of one rank, and cp_group is None for rings of one rank: such a ring has no messages.
+    The groups are None in a world of one rank, and cp_group is None for rings of one rank: such a ring has no messages. The cp ranks
+    are a ring of cp / ulysses places, each held by `ulysses` ranks.
     """
 
     rank: int
@@ -29,6 +31,7 @@ class World:
     cp: int
     device: torch.device
     mesh: DeviceMesh | None = None
+    ulysses: int = 1
 
     @property
     def dp_rank(self) -> int:
@@ -43,9 +46,12 @@ class World:
         """All ranks, dp x cp: gradients and losses are summed over it."""
         return dist.group.WORLD if self.world_size > 1 else None
 
-    @property
-    def cp_group(self) -> dist.ProcessGroup | None:
-        return self.mesh.get_group("cp") if self.mesh is not None and self.cp > 1 else None
+    @cached_property
+    def cp_group(self) -> dist.ProcessGroup | DeviceMesh | None:
+        """The ranks of this rank's sequence: a group, or with ulysses > 1 the mesh (ring, ulysses)."""
+        if self.mesh is None or self.cp == 1:
+            return None
+        return self.mesh.get_group("cp") if self.ulysses == 1 else self.mesh["ring", "ulysses"]
 
     @property
     def dp_group(self) -> dist.ProcessGroup | None:
@@ -64,7 +70,7 @@ def single(device: torch.device | str = "cpu") -> World:
 
 
 def connect(dp: int, cp: int, device: torch.device, *, timeout_s: float, store: dist.Store | None = None,
-            rank: int | None = None) -> World:
+            rank: int | None = None, ulysses: int = 1) -> World:
     """Joins the process groups of a dp x cp world (gloo on CPU, NCCL on GPU) and warms every one of them up.
 
     With a default group already there (tests), that one is used; else `store` and `rank` are needed.
@@ -79,10 +85,10 @@ def connect(dp: int, cp: int, device: torch.device, *, timeout_s: float, store: 
                                 device_id=device if device.type == "cuda" else None)
     elif dist.get_world_size() != world_size:
         raise ValueError(f"dp * cp = {dp} * {cp} = {world_size}: the process group has {dist.get_world_size()} ranks")
-    mesh = make_mesh(dp, cp, device.type) if world_size > 1 else None
-    world = World(rank=dist.get_rank(), world_size=world_size, dp=dp, cp=cp, device=device, mesh=mesh)
+    mesh = make_mesh(dp, cp, device.type, ulysses) if world_size > 1 else None
+    world = World(rank=dist.get_rank(), world_size=world_size, dp=dp, cp=cp, device=device, mesh=mesh, ulysses=ulysses)
     # A first point-to-point batch that only some ranks join is undefined: a collective on each group comes before it.
-    for group in (world.group, world.dp_group, world.cp_group):
+    for group in (world.group, world.dp_group, *ranks_of(world.cp_group).groups):
         if group is not None:
             dist.all_reduce(torch.zeros(1, device=device), group=group)
     return world

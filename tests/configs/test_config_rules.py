@@ -68,6 +68,12 @@ RULES = [
      "nearest: parallel.dp=2 parallel.cp=4 or parallel.dp=4 parallel.cp=2 (or start 6 ranks)"),
     (dict(parallel__dp=-1, parallel__cp=-1), 8, "parallel.dp=-1, parallel.cp=-1: only one of them can be what is left"),
     (dict(parallel__cp=0), 8, "parallel.cp=0: a degree is at least 1, or -1 for what is left of 8 ranks"),
+    (dict(parallel__ulysses=3), 8, "parallel.ulysses=3: must divide the 8 ranks of a sequence (parallel.cp) and model.num_heads=4; "
+     "nearest: 2 or 4"),
+    (dict(parallel__ulysses=8), 8, "parallel.ulysses=8: must divide the 8 ranks of a sequence (parallel.cp) and model.num_heads=4; "
+     "nearest: 4"),
+    (dict(parallel__ulysses=4, parallel__dp=4), 8, "parallel.ulysses=4: must divide the 2 ranks of a sequence (parallel.cp)"),
+    (dict(parallel__ulysses=0), 8, "parallel.ulysses=0: must divide the 8 ranks"),
     (dict(parallel__nproc=0), 8, "parallel.nproc=0: workers of a plain start, at least 1"),
     (dict(parallel__timeout_s=0.0), 1, "parallel.timeout_s=0.0: must be a finite number above 0"),
     (dict(optim__name="adam"), 1, "optim.name=adam: valid: adamw, sgd"),
