@@ -5,6 +5,7 @@ Importing this imports triton, and raises ImportError where Gluon or a piece of 
 
     tma_load, tma_store     async_copy_global_to_shared / async_copy_shared_to_global up to 3.7, async_load / async_store from 3.8
                             (3.9 keeps the old names only to raise)
+    reinterpret             a method of shared memory, _reinterpret up to 3.8
     tma_reduce_add          async_atomic_add from 3.8; before, the builder's call is there but no function that makes it
 """
 from __future__ import annotations
@@ -20,7 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 __all__ = ["ALIGNMENT_BYTES", "ELEMENTS", "TensorDescriptor", "describable", "describe", "fence_async_shared", "gl", "gluon",
-           "mbarrier", "tma_load", "tma_reduce_add", "tma_store", "tma_store_wait", "warpgroup_mma", "warpgroup_mma_wait"]
+           "mbarrier", "reinterpret", "tma_load", "tma_reduce_add", "tma_store", "tma_store_wait", "warpgroup_mma",
+           "warpgroup_mma_wait"]
 
 ALIGNMENT_BYTES = 16  # of a descriptor's base and strides, in the hardware
 ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
@@ -41,6 +43,13 @@ else:
         """Add a block in shared memory to global memory, asynchronously; ends like a store (tma_store_wait)."""
         coord = _semantic._convert_to_ir_values(coord, require_i64=False)
         _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
+@builtin
+def reinterpret(memory, dtype, shape, layout, _semantic=None):
+    """The same bytes of shared memory as another dtype, shape and layout: a method of its own name only from 3.9."""
+    method = memory.reinterpret if hasattr(memory, "reinterpret") else memory._reinterpret
+    return method(dtype, shape, layout, _semantic=_semantic)
 
 
 def describable(x: Tensor) -> bool:

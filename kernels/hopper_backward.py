@@ -85,9 +85,10 @@ def backward(
     targets = [_target(x, keep) for x, keep in ((dq, True), (dk, accumulate_dkv), (dv, accumulate_dkv))]
     variant = VARIANTS[q.shape[-1]]
     with torch.cuda.device(q.device):
+        rows = prepare(lse, delta, softmax_scale, _folded(q.dtype), variant.init_dp)
         grid, arguments, options = backward_launch(
-            dout, q, k, v, lse, delta, intervals, None if deterministic else targets[0], *targets[1:], softmax_scale, softcap,
-            sign, accumulate_dkv, variant, torch.cuda.get_device_properties(q.device).multi_processor_count)
+            dout, q, k, v, *rows, intervals, None if deterministic else targets[0], *targets[1:], softmax_scale, softcap, sign,
+            accumulate_dkv, variant, torch.cuda.get_device_properties(q.device).multi_processor_count)
         backward_kernel[grid](**arguments, **options)
         if deterministic:
             _dq_by_rows(dout, q, k, v, lse, delta, intervals, dq, softmax_scale, softcap, accumulate_dq)
@@ -130,7 +131,8 @@ def delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
 
 def backward_launch(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor,  # describable
-    lse: Tensor, delta: Tensor, intervals: Intervals,
+    row_lse: Tensor, row_delta: Tensor,  # from `prepare`
+    intervals: Intervals,
     dq: Tensor | None,  # INOUT [B, Sq, Hq, D] fp32; None: left to another kernel
     dk: Tensor, dv: Tensor,
     softmax_scale: float,  # > 0
@@ -140,14 +142,12 @@ def backward_launch(
     variant: Variant,
     sms: int,
 ) -> tuple[tuple[int], dict[str, Any], dict[str, int]]:
-    """(grid, kernel arguments, options) of `backward_kernel`. Runs `prepare`, and zeroes the rows of dk and dv that several
-    programs add to. Shapes as `backward`, all describable."""
+    """(grid, kernel arguments, options) of `backward_kernel`. Zeroes the rows of dk and dv that several programs add to. Shapes
+    as `backward`, all describable."""
     batch, num_q, num_heads, head_dim = q.shape
     num_k, num_kv_heads = k.shape[1], k.shape[2]
     capped = softcap > 0
-    # bf16 has fp32's range. In fp16 p times the scale would sink into its subnormal numbers at long lengths.
-    folded = q.dtype == torch.bfloat16
-    row_lse, row_delta = prepare(lse, delta, softmax_scale, folded, variant.init_dp)
+    folded = _folded(q.dtype)
     block_m, half = variant.block_m, KEYS // 2
     dq_block = [1, block_m // 2, 1, head_dim] if variant.by_rows else [1, block_m, 1, head_dim // 2]
     num_kv_total = batch * num_kv_heads
@@ -177,6 +177,12 @@ def backward_launch(
     )
     grid = num_whole + (num_tiles * num_kv_total - num_whole) * parts
     return (grid,), arguments, {"num_warps": 4, "maxnreg": 168}
+
+
+def _folded(dtype: torch.dtype) -> bool:
+    """Whether softmax_scale is part of p, which saves a multiplication of dq. bf16 has fp32's range; in fp16 p times the scale
+    would sink into the subnormal numbers at long lengths."""
+    return dtype == torch.bfloat16
 
 
 def _rows(x: Tensor, block: int) -> TensorDescriptor:

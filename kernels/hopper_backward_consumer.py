@@ -6,7 +6,8 @@ flight across the end of the loop makes ptxas serialise all of them.
 from __future__ import annotations
 
 from .gluon_shim import (
-    fence_async_shared, gl, gluon, mbarrier, tma_reduce_add, tma_store, tma_store_wait, warpgroup_mma, warpgroup_mma_wait,
+    fence_async_shared, gl, gluon, mbarrier, reinterpret, tma_reduce_add, tma_store, tma_store_wait, warpgroup_mma,
+    warpgroup_mma_wait,
 )
 
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -174,17 +175,16 @@ def consumer(
         mbarrier.wait(done.index(0), 0)
     if (num_steps > 0) | (adds == 0):
         stage: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, D], gl.float32)
-        if C == 0:
-            dk_free = q_s
-            dv_free = k_s
-        else:
-            dk_free = dout_s
-            dv_free = v_s
-        dk_free._reinterpret(gl.float32, [HALF, D], stage).store(dk_sum * dk_scale)
-        dv_free._reinterpret(gl.float32, [HALF, D], stage).store(dv_sum * dv_scale)
+        # HALF rows of D fp32 numbers: as much as k or v, or both stages of q at D = 128, one at D = 64
+        dk_free = q_s if C == 0 else dout_s
+        if BM > HALF:
+            dk_free = dk_free.index(0)
+        dv_free = k_s if C == 0 else v_s
+        reinterpret(dk_free, gl.float32, [HALF, D], stage).store(dk_sum * dk_scale)
+        reinterpret(dv_free, gl.float32, [HALF, D], stage).store(dv_sum * dv_scale)
         fence_async_shared()
-        dk_block = dk_free._reinterpret(gl.float32, [1, HALF, 1, D], dk.layout)
-        dv_block = dv_free._reinterpret(gl.float32, [1, HALF, 1, D], dv.layout)
+        dk_block = reinterpret(dk_free, gl.float32, [1, HALF, 1, D], dk.layout)
+        dv_block = reinterpret(dv_free, gl.float32, [1, HALF, 1, D], dv.layout)
         if adds:
             tma_reduce_add(dk, [batch, col0 + C * HALF, kv_head, 0], dk_block)
             tma_reduce_add(dv, [batch, col0 + C * HALF, kv_head, 0], dv_block)

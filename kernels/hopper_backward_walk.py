@@ -4,7 +4,7 @@ See Note [Hopper backward]. Row numbers and tensor map coordinates are 32 bit; a
 """
 from __future__ import annotations
 
-from .gluon_shim import gl, gluon, mbarrier, tma_load, tma_reduce_add, tma_store_wait
+from .gluon_shim import gl, gluon, mbarrier, reinterpret, tma_load, tma_reduce_add, tma_store_wait
 
 
 @gluon.jit
@@ -75,8 +75,8 @@ def producer(
     """One warp. Leaves each step's first row in shared memory for who masks, or -1: no mask."""
     if num_steps > 0:
         mbarrier.expect(kv_full.index(0), k.block_type.nbytes + v.block_type.nbytes)
-        tma_load(k, [batch, col0, kv_head, 0], kv_full.index(0), k_s._reinterpret(k.dtype, [1, BN, 1, D], k.layout))
-        tma_load(v, [batch, col0, kv_head, 0], kv_full.index(0), v_s._reinterpret(v.dtype, [1, BN, 1, D], v.layout))
+        tma_load(k, [batch, col0, kv_head, 0], kv_full.index(0), reinterpret(k_s, k.dtype, [1, BN, 1, D], k.layout))
+        tma_load(v, [batch, col0, kv_head, 0], kv_full.index(0), reinterpret(v_s, v.dtype, [1, BN, 1, D], v.layout))
     for step in range(num_steps):
         i = step % 2
         row, head, partial = tile_at(step, walk, group, BM)
@@ -88,9 +88,9 @@ def producer(
         mbarrier.expect(
             full, q.block_type.nbytes + dout.block_type.nbytes + row_lse.block_type.nbytes + row_delta.block_type.nbytes)
         row_of_heads = batch * num_heads + head
-        tma_load(q, [batch, row, head, 0], full, q_s.index(i)._reinterpret(q.dtype, [1, BM, 1, D], q.layout))
+        tma_load(q, [batch, row, head, 0], full, reinterpret(q_s.index(i), q.dtype, [1, BM, 1, D], q.layout))
         tma_load(row_lse, [row_of_heads, row], full, lse_s.index(i))
-        tma_load(dout, [batch, row, head, 0], full, dout_s.index(i)._reinterpret(dout.dtype, [1, BM, 1, D], dout.layout))
+        tma_load(dout, [batch, row, head, 0], full, reinterpret(dout_s.index(i), dout.dtype, [1, BM, 1, D], dout.layout))
         tma_load(row_delta, [row_of_heads, row], full, delta_s.index(i))
 
 
@@ -115,7 +115,7 @@ def reducer(
             head += kv_head * group
             for c in gl.static_range(2):
                 mbarrier.wait(dq_full.index(c), step & 1)
-                share = dq_s.index(c)._reinterpret(gl.float32, [1, ROWS, 1, COLS], dq.layout)
+                share = reinterpret(dq_s.index(c), gl.float32, [1, ROWS, 1, COLS], dq.layout)
                 if BY_ROWS:
                     tma_reduce_add(dq, [batch, row + c * ROWS, head, 0], share)
                 else:

@@ -1,0 +1,120 @@
+"""What the compiler makes of the hopper backward, seen without a GPU: every variant, compiled for sm_90 from a launch's own arguments,
+uses wgmma and bulk copies, spills no more than recorded, and ptxas serialises no wgmma."""
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs the triton package")
+import triton  # noqa: E402
+
+from ringflash.kernels.triton_support import INTERPRETED  # noqa: E402
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="under TRITON_INTERPRET=1 nothing is compiled")
+if not INTERPRETED:
+    from ringflash.kernels import hopper_backward
+    from ringflash.kernels.hopper_backward_kernel import backward_kernel
+    from ringflash.kernels.intervals import Intervals
+    from ringflash.tests.support.gluon_compile import build, sass
+
+SHARED_LIMIT = 227 << 10
+DTYPES = (torch.float16, torch.bfloat16)
+TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
+
+# Bytes of spill stores + loads per thread by triton 3.6, and by 3.7 and later: (head_dim, softcap, with dq). At D = 128 the registers of
+# a consumer (240) hold dk and dv (128), s or dp (32), p (32) and dq (32); what is spilled are numbers that the prologue made for the
+# epilogue, and with a cap a few in the loop. At D = 64 s, dp and the cap's tanh take 64 each, beside p in 16 bits (32).
+SPILLS = {
+    (128, False, True): (96, 112), (128, True, True): (0, 312), (64, False, True): (40, 40), (64, True, True): (216, 304),
+    (64, True, False): (32, 32),
+}
+SLACK = 32  # fp16 and bf16, and ptxas versions, differ by a few bytes
+
+
+def launch(head_dim: int, dtype: torch.dtype, softcap: float = 0.0, with_dq: bool = True, accumulate: bool = False):
+    """Of one visit of 300 rows, 4 query heads on 2; k, v and dk, dv as views of packed buffers."""
+    rows, heads, kv_heads = 300, 4, 2
+    q = torch.zeros(1, rows, heads, head_dim, dtype=dtype)
+    k, v = torch.zeros(rows, 1, kv_heads, 2 * head_dim, dtype=dtype).transpose(0, 1).split(head_dim, -1)
+    dk, dv = torch.full((rows, 1, kv_heads, 2 * head_dim), 7.0).transpose(0, 1).split(head_dim, -1)
+    numbers = torch.zeros(heads, 384)
+    bounds = torch.zeros(rows, dtype=torch.int32), torch.full((rows,), rows, dtype=torch.int32)
+    return hopper_backward.backward_launch(
+        q, q, k, v, numbers, numbers, Intervals.from_host(*bounds, *bounds, "cpu"),
+        torch.zeros(1, rows, heads, head_dim) if with_dq else None, dk, dv, 0.125, softcap, 1, accumulate,
+        hopper_backward.VARIANTS[head_dim], 132)
+
+
+@pytest.mark.parametrize("softcap, with_dq", [(0.0, True), (30.0, True), (0.0, False), (30.0, False)],
+                         ids=["plain", "capped", "plain-without-dq", "capped-without-dq"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_every_variant_uses_wgmma_and_bulk_copies_and_spills_no_more_than_recorded(head_dim, dtype, softcap, with_dq):
+    _, arguments, options = launch(head_dim, dtype, softcap, with_dq)
+    made = build(backward_kernel, arguments, options)
+    steps = head_dim // 16
+    # per consumer: K Q^T and V dO^T; dv and dk; dq in the loop and after it
+    products = 2 * steps + 2 * arguments["BM"] // 16 + (2 * 128 // 16 if with_dq else 0)
+    assert made.wgmma == 2 * products and "mma.sync" not in made.ptx
+    allowed = SPILLS.get((head_dim, softcap > 0, with_dq), (0, 0))[TRITON >= (3, 7)]
+    assert made.spill_bytes <= allowed + SLACK, f"{made.spill_bytes} bytes of spills, recorded {allowed}"
+    assert made.shared <= SHARED_LIMIT
+    assert made.warnings == (), f"ptxas serialised wgmma: {made.warnings}"
+    assert "cp.async.bulk.tensor" in made.ptx and "cp.reduce.async.bulk.tensor" in made.ptx
+    # no atomics over heads, or any others from registers
+    assert not re.search(r"\b(red|atom)\.[\w.]*global", made.ptx)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_loop_of_the_usual_variant_keeps_everything_in_registers(head_dim):
+    _, arguments, options = launch(head_dim, torch.bfloat16)
+    products = 2 * head_dim // 16 + 2 * arguments["BM"] // 16 + 128 // 16
+    loops = consumer_loops(sass(backward_kernel, arguments, options), products)
+    assert len(loops) == 2
+    for loop in loops:
+        assert sum("MUFU.EX2" in line for line in loop) == arguments["BM"] // 2, "64 keys x BM queries over 128 threads"
+        assert not [line for line in loop if re.search(r"\b(LDL|STL)\b", line)]
+
+
+def consumer_loops(text: str, products: int) -> list[list[str]]:
+    """The instructions of each consumer's loop: the shortest disjoint backward branches over that many wgmma."""
+    lines = [(int(m[1], 16), m[2]) for m in re.finditer(r"/\*([0-9a-f]{4,})\*/\s+(\S[^;]*);", text)]
+    index = {address: i for i, (address, _) in enumerate(lines)}
+    spans = []
+    for i, (address, line) in enumerate(lines):
+        target = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", line)
+        start = index.get(int(target[1], 16)) if target else None
+        if start is not None and start <= i and sum("HGMMA" in text for _, text in lines[start: i + 1]) == products:
+            spans.append((i + 1 - start, start, i + 1))
+    found: list[tuple[int, int]] = []
+    for _, start, stop in sorted(spans):
+        if all(stop <= a or b <= start for a, b in found):
+            found.append((start, stop))
+    return [[text for _, text in lines[start:stop]] for start, stop in found]
+
+
+def test_one_kernel_serves_writing_and_adding():
+    """accumulate is a number at run time: a ring's first and later visits share one compiled kernel."""
+    (_, wrote, _), (_, added, _) = (launch(64, torch.bfloat16, accumulate=accumulate) for accumulate in (False, True))
+    assert {name for name in wrote if isinstance(wrote[name], int) and wrote[name] != added[name]} == {"accumulate"}
+
+
+def test_tiles_of_equal_work_are_cut_so_that_the_last_wave_fills_the_gpu():
+    def shares(rows: int, causal: bool, tiles: int) -> tuple[int, int]:
+        hi = torch.arange(1, rows + 1, dtype=torch.int32) if causal else torch.full((rows,), rows, dtype=torch.int32)
+        return hopper_backward._shares(Intervals.from_rows(torch.zeros_like(hi), hi, rows, "cpu"), tiles, 132)
+
+    assert shares(512, True, 2048) == (2048, 1)
+    assert shares(512, False, 132) == (132, 1)
+    whole, parts = shares(512, False, 2048)
+    assert whole == 15 * 132 and parts > 1
+    assert shares(512, False, 64)[0] == 0
+
+
+def test_rows_that_several_programs_add_to_are_zeroed_first_unless_they_hold_something():
+    for accumulate in (False, True):
+        _, arguments, _ = launch(64, torch.bfloat16, accumulate=accumulate)
+        assert arguments["parts"] > 1 and arguments["num_whole"] == 0
+        assert bool((arguments["dv"].base == (7.0 if accumulate else 0.0)).all())
