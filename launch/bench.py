@@ -4,6 +4,7 @@
     python launch/bench.py kernels --shapes 128:16:16:16384:causal:bf16 --json out.json --png out.png
     python launch/bench.py kernels --tiles 'fwd:128:bf16=128,128,8,3;bwd:...' --tiles ...      more candidates of the same run
     python launch/bench.py ring --cp-size 8     all visits of a ring of 8 on one device against one call of equal FLOPs
+    python launch/bench.py balance              windows and packed documents: every rank's kernels against its share of the pairs
     python launch/bench.py multi                several GPUs: links, overlap, the ring by carrier (also under torchrun)
 
 All candidates of a shape run in one process, turn by turn, on the same random inputs; figures are medians. TFLOP/s count causal
@@ -23,7 +24,7 @@ if __name__ == "__main__" and __package__ in (None, ""):
 
 import torch
 
-from ringflash.launch import bench_multi
+from ringflash.launch import bench_balance, bench_multi
 from ringflash.launch.bench_kernels import Shape, bench_shape
 from ringflash.launch.bench_ring import bench_ring
 from ringflash.launch.bench_tiles import parse_tiles
@@ -37,8 +38,9 @@ CANDIDATES = {"cuda": ("cudnn", "flash2", "triton"), "cpu": ("sdpa", "cpu", "ref
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = top.add_subparsers(dest="what", required=True, metavar="{kernels,ring,multi}")
+    what = top.add_subparsers(dest="what", required=True, metavar="{kernels,ring,balance,multi}")
     bench_multi.add_parser(what)
+    bench_balance.add_parser(what)
     for name, text in (("kernels", "one kernel call per candidate"), ("ring", "a ring's visits against one call")):
         sub = what.add_parser(name, help=text)
         sub.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
@@ -109,9 +111,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0 when every candidate of every shape ran and gave the baseline's result; 1 otherwise (reasons are printed)."""
     top = parser()
     options = top.parse_args(argv)
-    if options.what == "multi":
+    if options.what in ("multi", "balance"):
         try:
-            return bench_multi.main(options)
+            return (bench_multi if options.what == "multi" else bench_balance).main(options)
         except ValueError as error:
             top.error(str(error))
     device = torch.device(options.device)

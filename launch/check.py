@@ -54,7 +54,8 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--processes", type=int, default=None, metavar="N", help="on a real ring of N processes (matrix, --train)")
     what.add_argument("--interpreter", action="store_true", help="triton under its interpreter, pairwise subset, on the CPU")
     what.add_argument("--train", action="store_true", help="training equivalence: loss, gradients, grad norm, weights")
-    what.add_argument("--random", type=int, default=None, metavar="N", help="N problems drawn at random, and their plans' properties")
+    what.add_argument("--random", type=int, default=None, metavar="N",
+                      help="N problems drawn at random, and what their plans have to be")
     what.add_argument("--planted", default=None, metavar="NAME|all", help="planted defects, comma-separated")
     what.add_argument("--growth", action="store_true", help="RMS error at W=8 against W=1")
     what.add_argument("--bitwise", type=int, default=None, metavar="N", help="N runs give the same bits")
@@ -150,14 +151,16 @@ def matrix_cells(options: argparse.Namespace) -> list[cells.Cell]:
     masks, layouts = (choose(options, "masks", cells.MASKS, cells.ALL_MASKS),
                       choose(options, "layouts", cells.LAYOUTS, cells.ALL_LAYOUTS))
     axes = dict(seq_lens=seq_lens, head_dims=head_dims, cp_sizes=cp_sizes, ratios=choose(options, "ratios", cells.RATIOS))
-    everything = axes | dict(masks=choose(options, "masks", cells.ALL_MASKS), layouts=choose(options, "layouts", cells.ALL_LAYOUTS))
+    everything = axes | dict(masks=choose(options, "masks", cells.ALL_MASKS),
+                             layouts=choose(options, "layouts", cells.ALL_LAYOUTS))
 
     def combined(kernel: str, dtypes: Sequence[str], group: str = "") -> list[cells.Cell]:
         return cells.pairwise_cells(kernel, dtypes=dtypes, variants=(*named, *walked.get(kernel, ())), group=group, **everything)
 
     if options.pairwise:
         return [cell for kernel in kernels for cell in combined(kernel, dtypes)]
-    found = cells.matrix(kernels, dtypes, masks=masks, layouts=layouts, diagonal=options.quick, variants=named, walked=walked, **axes)
+    found = cells.matrix(kernels, dtypes, masks=masks, layouts=layouts, diagonal=options.quick, variants=named, walked=walked,
+                         **axes)
     per_walk = [dtypes] if options.quick else [(dtype,) for dtype in dtypes]
     return found + [cell for kernel in kernels for walk in per_walk for cell in combined(kernel, walk, "combined")]
 
@@ -177,7 +180,8 @@ def check_matrix(options: argparse.Namespace, say: Callable[[str], None]) -> tup
             verdicts.append(judge.judge(cell, lambda result=result: result,
                                         same_as=lambda cell=cell: loopback_cell(cell, options.device)))
             say(f"judging {index + 1}/{len(wanted)}")
-        where = f"real ring of {options.processes} processes on {options.device}, exchange={options.exchange}" + (", random delays" if options.delays else "")
+        where = (f"real ring of {options.processes} processes on {options.device}, exchange={options.exchange}"
+                 + (", random delays" if options.delays else ""))
     say("")
     return report(f"Equivalence on the {where}", verdicts), verdicts
 
@@ -200,7 +204,8 @@ def run_sections(options: argparse.Namespace, say: Callable[[str], None]) -> dic
     """Every section that was asked for, by name: (held, what it found)."""
     device = torch.device(options.device)
     found: dict[str, tuple[bool, object]] = {}
-    others = (options.interpreter, options.train, options.planted, options.growth, options.bitwise, options.memory, options.random)
+    others = (options.interpreter, options.train, options.planted, options.growth, options.bitwise, options.memory,
+              options.random)
     if options.matrix or not any(others):
         found["matrix"] = check_matrix(options, say)
     if options.interpreter:
