@@ -142,8 +142,9 @@ def softmax_by_sums(s, ref, sums, scale_log2):
     s = per_thread(s)
     p = exponentials(s, ref, scale_log2)
     own = own_sums(p)
+    # not pure: the threads of a warp exchange values in it, so it must stay where it is
     new, shrink = gl.inline_asm_elementwise(UPDATE_TEXT, "=f,=f,=f,=f,f,f,f,f", [own, ref], dtype=(gl.float32, gl.float32),
-                                            is_pure=True, pack=2)
+                                            is_pure=False, pack=2)
     return p, new, sums + own, shrink
 
 
