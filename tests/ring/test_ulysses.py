@@ -1,5 +1,6 @@
 """Ulysses x ring: every factorisation of the ranks gives the attention of one rank, in one process and over gloo."""
 import dataclasses
+import os
 import random
 import time
 
@@ -12,7 +13,7 @@ from ringflash.mesh import make_mesh, ranks_of
 from ringflash.ring import head_exchange
 from ringflash.ring.heads import HeadSplit, check_degree
 from ringflash.ring.rotate import Heads
-from ringflash.tests.support.distributed import check_ranks
+from ringflash.tests.support.distributed import check_ranks, run_ranks
 from ringflash.tests.support.ring_cases import LAYOUTS, Inputs, differing, judge, make_inputs, masks, run
 
 FACTORS = {2: ((1, 2),), 4: ((4, 1), (2, 2), (1, 4)), 6: ((6, 1), (3, 2), (2, 3), (1, 6))}
@@ -164,7 +165,11 @@ def test_a_planted_defect_is_caught(defect, monkeypatch):
     assert judge(run(simulate, inputs, **options), inputs)
 
 
-# Over gloo. One spawn per world size.
+# Over gloo, and NCCL where there is a GPU. One spawn per world size.
+
+def _device():
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
+
 
 def _local(inputs, layout, rank):
     parts = [shard(x, layout, rank=rank) for x in (inputs.q, inputs.k, inputs.v, inputs.dout)]
@@ -173,10 +178,11 @@ def _local(inputs, layout, rank):
 
 def _equals_loopback(rank, mesh, ring, degree):
     for number, (name, mask) in enumerate(masks(29).items()):
-        seq_len, kind, kernel = (29, 3, 24)[number % 3], LAYOUTS[number % 3], ("reference", "cpu")[number % 2]
+        seq_len, kind = (29, 3, 24)[number % 3], LAYOUTS[number % 3]
+        kernel = ("reference", "triton" if _device() == "cuda" else "cpu")[number % 2]
         layout = Layout(kind, seq_len, ring, Mask(**masks(seq_len)[name]), degree, group=mesh)
         inputs = make_inputs(seq_len, heads=12, kv_heads=3, head_dim_v=(4, 12)[number % 2], dtype=torch.bfloat16,
-                             sinks=torch.float32)
+                             sinks=torch.float32).to(_device())
         options = dict(kernel=kernel, softcap=(0.0, 1.5)[number % 2], rotate=("auto", "q")[number % 2])
         whole = run(simulate, inputs, cp_size=ring, layout=layout, **options)
         ours = run(ring_attention, _local(inputs, layout, rank), layout=layout, group=mesh, **options)
@@ -254,11 +260,11 @@ def _all_ranks_raise_the_same(rank, mesh, ring, degree):
 
 def _every_case(rank, world_size):
     for ring, degree in FACTORS[world_size]:
-        mesh = make_mesh(1, world_size, "cpu", degree)
-        mesh = mesh["ring", "ulysses"] if degree > 1 else dist.init_device_mesh("cpu", (ring, 1))
+        mesh = make_mesh(1, world_size, _device(), degree)
+        mesh = mesh["ring", "ulysses"] if degree > 1 else dist.init_device_mesh(_device(), (ring, 1))
         assert (ranks_of(mesh).rank, ranks_of(mesh).size) == (rank, world_size)
         _equals_loopback(rank, mesh, ring, degree)
-        if world_size == 4:
+        if world_size == 4 and _device() == "cpu":
             _by_name_also_compiled(rank, mesh, ring, degree)
             _batches_and_shards(rank, mesh, ring, degree)
             if degree > 1:
@@ -268,6 +274,29 @@ def _every_case(rank, world_size):
 @pytest.mark.parametrize("world_size", (4, 6))
 def test_processes_on_a_mesh_equal_one_process_bitwise(world_size):
     check_ranks(_every_case, world_size, timeout_s=115)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_nccl_ranks_on_a_mesh_also_on_one_card_equal_one_process_bitwise():
+    check_ranks(_every_case, 4, timeout_s=115, backend="nccl")
+
+
+def _loses_its_peer(rank, world_size):
+    mesh = dist.init_device_mesh("cpu", (1, 2))
+    layout = Layout("zigzag", 24, 1, ulysses_size=2, group=mesh)
+    inputs = _local(make_inputs(24), layout, rank)
+    for number in range(2):
+        if (rank, number) == (1, 1):
+            os._exit(3)
+        ring_attention(inputs.q, inputs.k, inputs.v, layout=layout, group=mesh, kernel="reference")
+
+
+def test_when_a_peer_is_lost_the_error_names_the_all_to_all_and_who_waited():
+    outcomes = run_ranks(_loses_its_peer, 2, timeout_s=60, group_timeout_s=20.0)
+    assert outcomes[1].exitcode == 3 and outcomes[0].exitcode not in (0, None), outcomes[0]
+    said = outcomes[0].error
+    assert "Ulysses rank 0 (global rank 0), ulysses forward call 1" in said and "all-to-all of heads over 2 Ulysses ranks" in said
 
 
 def _meshes_side_by_side(rank, world_size):
