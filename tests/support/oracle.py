@@ -244,7 +244,7 @@ class _Tanh(torch.autograd.Function):
 def _magnitudes(
     q, k, sinks, made: _Made, dout, dv, scale: float, softcap: float, rows: Tensor
 ) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
-    """Sizes of summands, from above. lse: a score by Cauchy and Schwarz, or the cap, or a sink. dq, dk: score gradients
+    """Sizes of summands, from above. lse: a score by Cauchy and Schwarz, capped, or a sink. dq, dk: score gradients
     p * (dp - delta) times k, q, times the derivative of the cap: with one key in a row dp = delta and the exact value is 0, but
     each of the two is rounded. dv: a flash backward has p as exp(score - lse), where the rounding of lse, eps * |lse|, is a
     relative error of p. Through out: delta = rowsum(dout * out) is taken from the out
@@ -253,7 +253,8 @@ def _magnitudes(
     k_all = k.detach().double()
     sizes = {"lse": scale * _largest(q_rows.norm(dim=-1)) * _largest(k_all.norm(dim=-1))}
     if softcap:
-        sizes["lse"] = min(sizes["lse"], softcap)
+        # Where a dot product cancels, its rounding passes through the cap by the slope there, however small the cap.
+        sizes["lse"] = max(min(sizes["lse"], softcap), made.steepest * sizes["lse"])
     if sinks is not None:
         sizes["lse"] = max(sizes["lse"], _largest(sinks.detach()))
     through_out = {}
