@@ -1,6 +1,7 @@
 """Times the kernels and the ring on this machine.
 
-    python launch/bench.py kernels              triton against cuDNN and FlashAttention-2 (through SDPA), forward and backward
+    python launch/bench.py kernels              ours against cuDNN and FlashAttention-2 (through SDPA), forward and backward
+    python launch/bench.py kernels --candidates cudnn,plain,hopper,hopper+fold --shapes 128:16:16:8192:causal:bf16
     python launch/bench.py kernels --shapes 128:16:16:16384:causal:bf16 --json out.json --png out.png
     python launch/bench.py kernels --tiles 'fwd:128:bf16=128,128,8,3;bwd:...' --tiles ...      more candidates of the same run
     python launch/bench.py ring --cp-size 8     all visits of a ring of 8 on one device against one call of equal FLOPs
@@ -25,7 +26,7 @@ if __name__ == "__main__" and __package__ in (None, ""):
 import torch
 
 from ringflash.launch import bench_balance, bench_multi
-from ringflash.launch.bench_kernels import Shape, bench_shape
+from ringflash.launch.bench_kernels import Shape, bench_shape, default_candidates
 from ringflash.launch.bench_ring import bench_ring
 from ringflash.launch.bench_tiles import parse_tiles
 from ringflash.launch.check_table import environment, grid
@@ -33,7 +34,6 @@ from ringflash.launch.check_table import environment, grid
 GPU_SHAPES = ("128:16:16:16384:causal:bf16", "128:16:16:16384:full:bf16", "128:32:8:32768:causal:bf16",
               "64:16:16:16384:causal:bf16", "64:16:16:16384:full:bf16")
 CPU_SHAPES = ("32:4:4:128:causal:fp32", "32:4:2:128:full:fp32", "32:4:4:128:causal:bf16")
-CANDIDATES = {"cuda": ("cudnn", "flash2", "triton"), "cpu": ("sdpa", "cpu", "reference")}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -51,8 +51,9 @@ def parser() -> argparse.ArgumentParser:
         sub.add_argument("--png", default=None, metavar="PATH", help="draw the figures")
         if name == "kernels":
             sub.add_argument("--candidates", default=None,
-                             help="comma-separated, the first one is the baseline: cudnn, flash2, sdpa, sdpa-math, or a kernel "
-                                  "of ours (triton, cpu, reference; triton+det: its deterministic backward)")
+                             help="comma-separated, the first one is the baseline: cudnn, flash2, sdpa, sdpa-math, plain (the "
+                                  "formula), or a kernel of ours (hopper, triton, cpu, reference; hopper+det: its deterministic backward; "
+                                  "hopper+fold: a visit in the middle of a ring)")
             sub.add_argument("--tiles", action="append", default=[], metavar="TABLE",
                              help="adds a candidate: triton with these entries of its tile table replaced")
         else:
@@ -67,14 +68,14 @@ def show(records: Sequence[dict], title: str) -> None:
     rows = []
     for record in records:
         if record["failure"] is not None:
-            rows.append([record["candidate"], *["-"] * 7])
+            rows.append([record["candidate"], *["-"] * 8])
             continue
         rows.append([record["candidate"],
                      *(f"{record[k]:.{n}f}" for k, n in (("forward_ms", 3), ("forward_tflops", 1), ("forward_ratio", 2),
                                                         ("backward_ms", 3), ("backward_tflops", 1), ("backward_ratio", 2))),
-                     f"{record['difference']:.1e}"])
+                     f"{record['difference']:.1e}", "-" if record.get("peak_mib") is None else f"{record['peak_mib']:.0f}"])
     base = next((r["baseline"] for r in records if r["failure"] is None), "-")
-    print(grid(["", "fwd ms", "TFLOP/s", f"x {base}", "bwd ms", "TFLOP/s", f"x {base}", "differs by"], rows))
+    print(grid(["", "fwd ms", "TFLOP/s", f"x {base}", "bwd ms", "TFLOP/s", f"x {base}", "differs by", "peak MiB"], rows))
     for record in records:
         if record["failure"] is not None:
             print(f"{record['candidate']} did not run: {record['failure']}")
@@ -129,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     groups: dict[str, list[dict]] = {}
     for shape in shapes:
         if options.what == "kernels":
-            names = options.candidates.split(",") if options.candidates else list(CANDIDATES[device.type])
+            names = options.candidates.split(",") if options.candidates else default_candidates(device)
             groups[str(shape)] = bench_shape([*names, *tiles], shape, device, repeats=options.repeats, warmup=options.warmup)
         else:
             groups[str(shape)] = bench_ring(shape, device, kernel=options.kernel or "auto", cp_size=options.cp_size,

@@ -5,10 +5,11 @@ every repetition runs each candidate once, and the figure to read is the ratio.
 """
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -19,6 +20,8 @@ from ringflash.launch.check_cells import DTYPES
 
 SDPA = {"cudnn": [SDPBackend.CUDNN_ATTENTION], "flash2": [SDPBackend.FLASH_ATTENTION], "sdpa-math": [SDPBackend.MATH],
         "sdpa": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]}
+CANDIDATES = {"cuda": ("cudnn", "flash2", "triton", "hopper"), "cpu": ("sdpa", "cpu", "reference")}
+FLAGS = ("det", "fold")
 BACKWARD_FLOPS = 2.5                        # five matrix products against the forward's two
 
 
@@ -77,15 +80,29 @@ class Shape:
 
 @dataclasses.dataclass
 class Candidate:
-    """Something to time on one shape. result() gives out [B, S, Hq, D] and dq, dk, dv of the last runs, for the comparison."""
+    """Something to time on one shape. result(): what there is to compare of out [B, S, Hq, D], dq, dk, dv of the last runs."""
     name: str
     forward: Callable[[], None]
     backward: Callable[[], None]
     result: Callable[[], dict[str, torch.Tensor]]
 
 
-def ours(name: str, kernel: str, shape: Shape, inputs: Sequence[torch.Tensor], *, deterministic: bool = False) -> Candidate:
-    """One visit, first and last: what a rank without a ring runs. The backward is delta, dq, dk, dv in fp32, and their downcast."""
+def default_candidates(device: torch.device) -> list[str]:
+    """CANDIDATES without `hopper` on a GPU that is none: what cannot run there by its nature is no failure."""
+    names = list(CANDIDATES[device.type])
+    if "hopper" in names and dispatch.unavailable("hopper", device=device, dtype=torch.bfloat16, head_dim=128):
+        names.remove("hopper")
+    return names
+
+
+def ours(
+    name: str, kernel: str, shape: Shape, inputs: Sequence[torch.Tensor], *, deterministic: bool = False, fold: bool = False
+) -> Candidate:
+    """One visit, first and last: what a rank without a ring runs. The backward is delta, dq, dk, dv in fp32, and their downcast.
+
+    fold: a visit in the middle of a ring instead. The forward folds into an fp32 state (here the same keys again, which leaves
+    out as it was), the backward adds to dq, dk and dv and rounds nothing.
+    """
     q, k, v, dout = inputs
     backend = dispatch.select(kernel, device=q.device, dtype=q.dtype, head_dim=shape.head_dim, deterministic=deterministic)
     intervals = dispatch.Intervals.from_rows(*shape.rows(), shape.seq_len, q.device)
@@ -95,6 +112,19 @@ def ours(name: str, kernel: str, shape: Shape, inputs: Sequence[torch.Tensor], *
     dq, dk, dv = (torch.empty(x.shape, dtype=acc, device=q.device) for x in (q, k, v))
     scale = shape.head_dim ** -0.5
     kept = {"out": out}
+    if fold:
+        backend.forward(q, k, v, intervals, softmax_scale=scale, state=None, lse=lse, out=out, first=True)
+        kept["out"] = state = out.to(acc)
+        row_sums, merged = backend.delta(dout, out), lse.clone()
+        for x in (dq, dk, dv):
+            x.zero_()
+
+    def fold_forward() -> None:
+        backend.forward(q, k, v, intervals, softmax_scale=scale, state=state, lse=lse, out=None, first=False)
+
+    def fold_backward() -> None:
+        backend.backward(dout, q, k, v, merged, row_sums, intervals, softmax_scale=scale, dq=dq, dk=dk, dv=dv,
+                         accumulate_dq=True, accumulate_dkv=True, deterministic=deterministic)
 
     def forward() -> None:
         backend.forward(q, k, v, intervals, softmax_scale=scale, state=None, lse=lse, out=out, first=True)
@@ -105,7 +135,31 @@ def ours(name: str, kernel: str, shape: Shape, inputs: Sequence[torch.Tensor], *
                          accumulate_dq=False, accumulate_dkv=False, deterministic=deterministic)
         kept.update(dq=dq.to(q.dtype), dk=dk.to(k.dtype), dv=dv.to(v.dtype))
 
-    return Candidate(name, forward, backward, lambda: kept)
+    return Candidate(name, *((fold_forward, fold_backward) if fold else (forward, backward)), lambda: kept)
+
+
+def formula(name: str, shape: Shape, inputs: Sequence[torch.Tensor]) -> Candidate:
+    """Attention as the formula says it, in the inputs' dtype with the softmax in it too: all scores in memory, several times."""
+    q, k, v = (x.transpose(1, 2).detach().requires_grad_() for x in inputs[:3])
+    dout = inputs[3].transpose(1, 2)
+    k_lo, k_hi = (x.to(q.device) for x in shape.rows())
+    keys = torch.arange(shape.seq_len, device=q.device)
+    hidden = None if shape.mask == "full" else ~((k_lo[:, None] <= keys) & (keys < k_hi[:, None]))
+    group = shape.num_heads // shape.num_kv_heads
+    kept: dict[str, torch.Tensor] = {}
+
+    def forward() -> None:
+        kept.clear()
+        k_all, v_all = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
+        scores = q @ k_all.transpose(-1, -2) * shape.head_dim**-0.5
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, -torch.inf)
+        kept["out"] = torch.softmax(scores, -1) @ v_all
+
+    def backward() -> None:
+        kept["dq"], kept["dk"], kept["dv"] = torch.autograd.grad(kept["out"], (q, k, v), dout, retain_graph=True)
+
+    return Candidate(name, forward, backward, lambda: {n: t.detach().transpose(1, 2) for n, t in kept.items()})
 
 
 def sdpa(name: str, shape: Shape, inputs: Sequence[torch.Tensor]) -> Candidate:
@@ -128,8 +182,8 @@ def sdpa(name: str, shape: Shape, inputs: Sequence[torch.Tensor]) -> Candidate:
 
 
 def build(name: str | TilePatch, shape: Shape, inputs: Sequence[torch.Tensor]) -> Candidate:
-    """By name: cudnn, flash2, sdpa, sdpa-math, a kernel of ours, kernel+det for its deterministic backward; or triton's with
-    other tiles."""
+    """By name: cudnn, flash2, sdpa, sdpa-math, plain, a kernel of ours (kernel+det: its deterministic backward, kernel+fold: a
+    visit in the middle of a ring); or triton's with other tiles. ValueError for an unknown flag."""
     if isinstance(name, TilePatch):
         plain, device = ours(str(name), "triton", shape, inputs), inputs[0].device
 
@@ -142,7 +196,12 @@ def build(name: str | TilePatch, shape: Shape, inputs: Sequence[torch.Tensor]) -
         return dataclasses.replace(plain, forward=patched(plain.forward), backward=patched(plain.backward))
     if name in SDPA:
         return sdpa(name, shape, inputs)
-    return ours(name, name.removesuffix("+det"), shape, inputs, deterministic=name.endswith("+det"))
+    if name == "plain":
+        return formula(name, shape, inputs)
+    kernel, *flags = name.split("+")
+    if not set(flags) <= set(FLAGS):
+        raise ValueError(f"candidate {name!r}: unknown flag; valid: {', '.join('+' + flag for flag in FLAGS)}")
+    return ours(name, kernel, shape, inputs, deterministic="det" in flags, fold="fold" in flags)
 
 
 def timed(run: Callable[[], None], device: torch.device) -> Callable[[], float]:
@@ -177,10 +236,24 @@ def interleaved(runs: Sequence[Callable[[], None]], device: torch.device, *, rep
     return [statistics.median(t() for t in column) for column in times]
 
 
+@contextlib.contextmanager
+def peak_memory(device: torch.device) -> Iterator[Callable[[], float | None]]:
+    """Yields a function that gives, after the block, the MiB allocated in it at most beyond what was there before (None on CPU)."""
+    if device.type != "cuda":
+        yield lambda: None
+        return
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    yield lambda: (torch.cuda.max_memory_allocated(device) - before) / 2**20
+    torch.cuda.synchronize(device)
+
+
 def difference(candidate: Candidate, reference: Candidate) -> float:
-    """Largest difference of any of out, dq, dk, dv, over the largest value of the reference's tensor."""
+    """Largest difference of any of out, dq, dk, dv that both have, over the largest value of the reference's tensor."""
     mine, theirs = candidate.result(), reference.result()
-    return max(float((mine[n].float() - theirs[n].float()).abs().max() / theirs[n].float().abs().max()) for n in theirs)
+    return max(float((mine[n].float() - theirs[n].float()).abs().max() / theirs[n].float().abs().max())
+               for n in theirs if n in mine)
 
 
 def bench_shape(names: Sequence[str | TilePatch], shape: Shape, device: torch.device, *, repeats: int, warmup: int) -> list[dict]:
@@ -188,14 +261,14 @@ def bench_shape(names: Sequence[str | TilePatch], shape: Shape, device: torch.de
     inputs = shape.inputs(device)
     records, alive = [], []
     for name in names:
-        record = {"candidate": str(name), **dataclasses.asdict(shape), "failure": None}
+        record = {"candidate": str(name), **dataclasses.asdict(shape), "failure": None, "peak_mib": None}
         records.append(record)
         try:
-            candidate = build(name, shape, inputs)
-            candidate.forward()
-            candidate.backward()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            with peak_memory(device) as peak:
+                candidate = build(name, shape, inputs)
+                candidate.forward()
+                candidate.backward()
+            record["peak_mib"] = peak()
             alive.append((record, candidate))
         except Exception as error:  # one that cannot run here says why, and the others go on
             record["failure"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]

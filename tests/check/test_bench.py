@@ -65,6 +65,15 @@ def test_a_windowed_shape_has_no_sdpa_but_runs_ours():
     assert "dense" in sdpa["failure"] and ours["failure"] is None and ours["baseline"] == "cpu"
 
 
+def test_the_formula_a_visit_of_a_ring_and_the_kernel_agree_and_an_unknown_flag_is_named():
+    for mask in ("causal", "full", "window5"):
+        shape = Shape.parse(f"16:4:2:40:{mask}:fp32")
+        records = bench_shape(["plain", "cpu", "cpu+fold", "cpu+det+fold"], shape, torch.device("cpu"), repeats=2, warmup=1)
+        assert all(r["failure"] is None and r["difference"] < 1e-4 for r in records), records
+    wrong, = bench_shape(["cpu+fast"], shape, torch.device("cpu"), repeats=1, warmup=0)
+    assert "'cpu+fast': unknown flag; valid: +det, +fold" in wrong["failure"]
+
+
 def test_the_ring_benchmark_compares_all_visits_with_one_call(capsys):
     arguments = ["ring", "--device", "cpu", "--repeats", "1", "--warmup", "0", "--cp-size", "3", "--layouts", "zigzag,striped",
                  "--shapes", "16:4:2:40:causal:fp32", "--kernel", "cpu"]
