@@ -47,7 +47,9 @@ def draw(seed: int, *, kernels: Sequence[str], dtypes: Sequence[str] = DTYPES, d
     degrees = [n for n in (2, 3, 4) if num_kv_heads * ratio % n == 0]
     drawn = Drawn(
         options, seq_len_k, softcap=rng.choice((0.0, 0.0, 0.5, 1.5, 30.0)), has_sinks=rng.random() < 0.3,
-        head_dim_v=rng.choice((head_dim, head_dim, rng.choice(_HEAD_DIMS[device]))), layout_k=rng.choice(LAYOUTS),
+        # hopper's values have the head dim of its keys.
+        head_dim_v=rng.choice((head_dim, head_dim, rng.choice(_HEAD_DIMS[device]) if kernel != "hopper" else head_dim)),
+        layout_k=rng.choice(LAYOUTS),
         ulysses_size=rng.choice(degrees) if degrees and rng.random() < 0.2 else 1, seed=seed)
     return Cell(
         kernel, dtype, name, rng.choice((*LAYOUTS, *MADE_LAYOUTS)), cp_size, ratio, seq_len, head_dim, num_kv_heads,
