@@ -295,7 +295,8 @@ def main(options: argparse.Namespace) -> int:
         done = records[-1]
         print(f"{done['case']}, W={done['cp_size']}: " + (done["failure"] or f"slowest rank {done['forward']['slowest']:.2f} / "
               f"{done['backward']['slowest']:.2f} of its share"), flush=True)
-    print(f"\n{heads[0]} query heads, {heads[1]} key/value heads, D={heads[2]}, {dtype}, {seq_len} tokens, W ranks on one device\n"
+    print(f"\n{heads[0]} query heads, {heads[1]} key/value heads, D={heads[2]}, {dtype}, {seq_len} tokens, W ranks on one "
+          "device\n"
           "ms: the slowest rank's kernels; x share: over (allowed pairs / W) at the dense kernel's speed;\n"
           "of dense: TFLOP/s of all ranks over the dense kernel's, counting allowed pairs alone\n\n"
           f"{table(records, dense_pairs, heads)}", flush=True)

@@ -79,7 +79,7 @@ def pairwise_cells(kernel: str, *, dtypes: Sequence[str], seq_lens: Sequence[int
                    cp_sizes: Sequence[int] = CP_SIZES, masks: Sequence[str] = ALL_MASKS, layouts: Sequence[str] = ALL_LAYOUTS,
                    ratios: Sequence[int] = RATIOS, variants: Sequence[str] = VARIANTS, rotates: Sequence[str] = ROTATES,
                    routings: Sequence[str] = ROUTINGS, group: str = "") -> list[Cell]:
-    """Cells in which every pair of values of every two axes occurs; raises RuntimeError should one be missing. group: Cell.group."""
+    """Cells in which every pair of values of every two axes occurs (RuntimeError should one be missing). group: Cell.group."""
     axes = {"mask": masks, "cp_size": cp_sizes, "ratio": ratios, "layout": layouts, "dtype": dtypes, "seq_len": seq_lens,
             "head_dim": head_dims, "variant": variants, "deterministic": (False, True), "rotate": rotates, "routing": routings}
     rows = pairwise(axes)

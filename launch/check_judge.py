@@ -16,7 +16,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def loopback_cell(cell: Cell, device: torch.device | str) -> Tensors:
-    """All ranks in this process: out [B, Sq, Hq, Dv], lse [B, Hq, Sq], dq, dk, dv, in global order, and dsinks [Hq] with sinks."""
+    """All ranks in this process: out [B, Sq, Hq, Dv], lse [B, Hq, Sq], dq, dk, dv, in global order; dsinks [Hq] with sinks."""
     return differentiate(
         simulate, *make_inputs(cell, device), make_dlse(cell, device), cp_size=cell.cp_size, mask=cell.make_mask(),
         **cell.layouts(), **cell.how(), **call_options(cell, device))

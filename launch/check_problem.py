@@ -120,7 +120,7 @@ class Cell:
         return Mask(**self.options())
 
     def layouts(self, group: Any = None) -> dict[str, Layout]:
-        """layout, and layout_k where keys have a layout of their own, as arguments of a call. group: whose ranks agree on them."""
+        """layout, and layout_k where keys have one of their own, as arguments of a call. group: whose ranks agree on them."""
         ulysses_size = self.drawn.ulysses_size if self.drawn else 1
         found = {"layout": Layout(self.layout, self.seq_len, self.cp_size, self.make_mask(), ulysses_size, group=group)}
         if self.drawn or self.seq_len_k != self.seq_len:

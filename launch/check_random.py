@@ -1,5 +1,5 @@
-"""Problems drawn at random from everything that can be asked for together: lengths, ranks, layouts, masks, documents, heads, dtypes,
-options and ways of computing. Each is judged by the oracle's budgets, and its plan by what every plan has to be."""
+"""Problems drawn at random from everything that can be asked for together: lengths, ranks, layouts, masks, documents, heads,
+dtypes, options and ways of computing. Each is judged by the oracle's budgets, and its plan by what every plan has to be."""
 from __future__ import annotations
 
 import dataclasses
@@ -58,8 +58,8 @@ def draw(seed: int, *, kernels: Sequence[str], dtypes: Sequence[str] = DTYPES, d
 
 
 def plan_fault(cell: Cell) -> str | None:
-    """What is wrong with the plans of a cell: some pair not computed exactly once, a batch whose two ends differ, rows that travel
-    though nobody needs them there. None: nothing."""
+    """What is wrong with the plans of a cell: some pair not computed exactly once, a batch whose two ends differ, rows that
+    travel though nobody needs them there. None: nothing."""
     layouts = {name: layout.ring for name, layout in cell.layouts().items()}
     layout, layout_k = layouts["layout"], layouts.get("layout_k", layouts["layout"])
     wanted = allowed(cell).numpy()
@@ -77,7 +77,8 @@ def plan_fault(cell: Cell) -> str | None:
                     times[np.ix_(rows, keys)] += (k_lo[:, None] <= index) & (index < k_hi[:, None])
         if not np.array_equal(times, pairs):
             row, key = np.argwhere(times != pairs)[0]
-            return f"plan (rotates={rotates}): pair ({row}, {key}) is computed {times[row, key]} times, want {int(pairs[row, key])}"
+            found, want = times[row, key], int(pairs[row, key])
+            return f"plan (rotates={rotates}): pair ({row}, {key}) is computed {found} times, want {want}"
         sent, least = plan.rows_sent("forward"), fewest_rows(plan, pairs)
         if sent != least:
             return f"plan (rotates={rotates}, {plan.routing}): {sent} rows travel, {least} have to"
@@ -119,7 +120,7 @@ def judged(judge: Judge, cell: Cell, device: str) -> CellVerdict:
 
 def check(count: int, seed: int, *, device: str, kernels: Sequence[str], dtypes: Sequence[str] = DTYPES,
           say: Callable[[str], None] = lambda text: None) -> tuple[bool, list[CellVerdict]]:
-    """Draws and judges `count` problems, that of seed + i the i-th; prints the table. RuntimeError when a kernel cannot run here."""
+    """Draws and judges `count` problems, that of seed + i the i-th; prints the table. RuntimeError when a kernel cannot run."""
     for kernel in kernels:
         for dtype in dtypes:
             for head_dim in _HEAD_DIMS[device]:
@@ -130,4 +131,5 @@ def check(count: int, seed: int, *, device: str, kernels: Sequence[str], dtypes:
         verdicts.append(judged(judge, cell, device))
         say(f"random {index + 1}/{count}")
     say("")
-    return report(f"Problems drawn at random (seeds {seed} to {seed + count - 1}) on the loopback ring on {device}", verdicts), verdicts
+    title = f"Problems drawn at random (seeds {seed} to {seed + count - 1}) on the loopback ring on {device}"
+    return report(title, verdicts), verdicts

@@ -241,8 +241,8 @@ def _layers(cfg: Config, left: int) -> list[str]:
         problems += _one_of("attention.layers", kind, LAYERS)
     depth = cfg.model.num_layers
     if len(kinds) > depth >= 1:
-        problems.append(f"attention.layers={_listed(kinds)}: {len(kinds)} kinds, of which model.num_layers={depth} layers take the "
-                        f"first {depth}; nearest: {_listed(kinds[:depth])}, or model.num_layers={len(kinds)}")
+        problems.append(f"attention.layers={_listed(kinds)}: {len(kinds)} kinds, of which model.num_layers={depth} layers take "
+                        f"the first {depth}; nearest: {_listed(kinds[:depth])}, or model.num_layers={len(kinds)}")
     if "window" in kinds and left == -1:
         problems.append(f"attention.layers={_listed(kinds)}: a window layer needs a window, attention.window_size has left=-1; "
                         "nearest: attention.window_size=[1023,0], or global layers")

@@ -1,5 +1,5 @@
-"""How far each mask reaches, forward and backward: changed inputs change exactly the rows that may see them, documents return their
-own number, windows about the size of a shard are dense attention; on every layout, routing and rotation, with Ulysses too."""
+"""How far each mask reaches, forward and backward: changed inputs change exactly the rows that may see them, documents return
+their own number, windows about the size of a shard are dense attention; on every layout, routing and rotation, with Ulysses too."""
 import math
 
 import pytest

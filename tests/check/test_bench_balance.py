@@ -12,8 +12,8 @@ from ringflash.launch import bench, bench_balance
 from ringflash.ring.plan import build_plan
 
 REFERENCE = dispatch.select("reference", device="cpu", dtype=torch.float32, head_dim=8)
-TINY = ["balance", "--device", "cpu", "--kernel", "cpu", "--repeats", "1", "--warmup", "0", "--seq-len", "128", "--dense-rows", "64",
-        "--heads", "2", "1", "8"]
+TINY = ["balance", "--device", "cpu", "--kernel", "cpu", "--repeats", "1", "--warmup", "0", "--seq-len", "128", "--dense-rows",
+        "64", "--heads", "2", "1", "8"]
 
 
 def test_the_problems_at_131072_tokens_are_the_ones_named():

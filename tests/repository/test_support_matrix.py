@@ -1,4 +1,4 @@
-"""The README's tables of what works with what: every cell that says yes runs and is right, every other one raises and says why."""
+"""The README's tables of what works with what: every cell that says yes is run and right, every other one raises and says why."""
 import itertools
 import re
 from pathlib import Path
@@ -80,7 +80,8 @@ def test_the_tables_cover_every_option_of_a_mask_every_kernel_and_every_way_to_a
     given = set().union(*(options for options, _ in MASKS.values()))
     assert given == {"causal", "window_size", "cu_seqlens", "cu_seqlens_k", "prefix_lens", "chunk_size", "first_tokens"}
     assert KERNELS.keys() == set(dispatch.KERNELS) - {"auto"}
-    values = {key: {way[key] for column in COLUMNS for way in ways(column) if key in way} for key in ("layout", "rotate", "routing")}
+    values = {key: {way[key] for column in COLUMNS for way in ways(column) if key in way}
+              for key in ("layout", "rotate", "routing")}
     assert values == {"layout": {"contiguous", "zigzag", "striped", "balanced", "auto"}, "rotate": {"kv", "q"},
                       "routing": {"ring", "direct", "allgather"}}
     assert {cell for _, cells in MASKS.values() for cell in cells.values()} == {"yes", "no"}
