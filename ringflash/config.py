@@ -14,6 +14,7 @@ LAYOUTS = ("contiguous", "zigzag", "striped", "balanced", "auto")
 KERNELS = ("auto", "hopper", "triton", "cpu", "reference")
 EXCHANGES = ("auto", "copy", "nccl", "gloo")
 ROTATES = ("auto", "kv", "q")
+ROUTINGS = ("auto", "ring", "direct", "allgather")
 OPTIMIZERS = ("adamw", "sgd")
 DTYPES = ("auto", "fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -64,6 +65,7 @@ class AttentionConfig:
     layout: str = "zigzag"
     kernel: str = "auto"
     exchange: str = "auto"
+    routing: str = "auto"  # how K and V reach their readers; auto: ring or direct, by bytes
     rotate: str = "auto"  # what goes round in the backward: kv, or q (the Q side); auto: whichever sends fewer bytes
     window_size: list[int] = field(default_factory=lambda: [-1, -1])  # (left, right), -1: unlimited
     first_tokens: int = 0  # of each document: seen also where the window has left them
@@ -222,6 +224,7 @@ def _attention(cfg: Config) -> list[str]:
     a = cfg.attention
     problems = _one_of("attention.layout", a.layout, LAYOUTS) + _one_of("attention.kernel", a.kernel, KERNELS)
     problems += _one_of("attention.exchange", a.exchange, EXCHANGES) + _one_of("attention.rotate", a.rotate, ROTATES)
+    problems += _one_of("attention.routing", a.routing, ROUTINGS)
     window = list(a.window_size)
     if len(window) != 2:
         return [*problems, f"attention.window_size={window}: two numbers, [left, right]; e.g. [{max([*window, 0])},0]"]

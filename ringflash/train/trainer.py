@@ -72,7 +72,7 @@ class Trainer:
     def __init__(self, cfg: Config, world: World, data: Data):
         self.cfg, self.world, self.data = cfg, world, data
         attention = functools.partial(ring_attention, group=world.cp_group, kernel=cfg.attention.kernel,
-                                      exchange=cfg.attention.exchange, rotate=cfg.attention.rotate,
+                                      exchange=cfg.attention.exchange, rotate=cfg.attention.rotate, routing=cfg.attention.routing,
                                       deterministic=cfg.attention.deterministic)
         # Weights are a function of (seed, name, shape): equal on all ranks without a broadcast.
         self.model = Transformer(model_config(cfg), attention, seed=cfg.train.seed).to(world.device)

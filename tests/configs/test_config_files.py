@@ -92,9 +92,11 @@ def test_names_that_configuration_repeats_are_those_of_the_parts_that_own_them()
 
     from ringflash import config, data, layout, model
     from ringflash.kernels import dispatch
+    from ringflash.ring import routes
 
     assert config.KERNELS == dispatch.KERNELS
     assert config.LAYOUTS == layout.LAYOUTS
+    assert config.ROUTINGS == ("auto", *routes.ROUTINGS)
     assert config.NUM_TOKENS == data.VOCAB_SIZE
     theirs = {f.name: f.default for f in dataclasses.fields(model.ModelConfig) if f.default is not dataclasses.MISSING}
     ours = {f.name: f.default for f in dataclasses.fields(ModelConfig)}

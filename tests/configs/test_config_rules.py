@@ -36,6 +36,7 @@ RULES = [
     (dict(attention__layout="zig-zag"), 1, "attention.layout=zig-zag: valid: contiguous, zigzag, striped"),
     (dict(attention__layout="spiral"), 1, "attention.layout=spiral: valid: contiguous, zigzag, striped, balanced, auto"),
     (dict(attention__kernel="flash"), 1, "attention.kernel=flash: valid: auto, hopper, triton, cpu, reference"),
+    (dict(attention__routing="star"), 1, "attention.routing=star: valid: auto, ring, direct, allgather"),
     (dict(attention__rotate="kq"), 1, "attention.rotate=kq: valid: auto, kv, q"),
     (dict(attention__exchange="mpi"), 1, "attention.exchange=mpi: valid: auto, copy, nccl, gloo"),
     (dict(attention__exchange="copy", run__device="cpu"), 1, "attention.exchange=copy: run.device=cpu has no copy engines"),

@@ -17,7 +17,8 @@ WORLDS = ((1, 4, 1), (1, 4, 2), (1, 4, 4), (2, 2, 2))       # dp, cp, ulysses; t
 def config(dp, cp, degree, seq_len):
     cfg = tiny(dp=dp, cp=cp, accumulation=2 // dp, seq_len=seq_len)
     return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, sinks=True, softcap=8.0),
-                               attention=dataclasses.replace(cfg.attention, layout="balanced" if degree == 2 else "zigzag"),
+                               attention=dataclasses.replace(cfg.attention, layout="balanced" if degree == 2 else "zigzag",
+                                                             routing="allgather" if degree == 1 else "auto"),
                                parallel=dataclasses.replace(cfg.parallel, ulysses=degree))
 
 
