@@ -130,6 +130,7 @@ def nccl_sweep(channels: Sequence[int], rows: int, kernel: str, device: torch.de
     """NCCL groups held to so many channels (0: its own choice), with and without a high-priority stream: hop, kernel, both.
 
     These are what a process group takes when it is made; NCCL's other settings are environment variables of a whole process.
+    What came out stands in Note [NCCL beside kernels].
     """
     compute, records = Kernel(kernel, rows, device), []
     for count in channels:
