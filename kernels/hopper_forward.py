@@ -19,9 +19,6 @@ from .intervals import Intervals
 LOG2_E = 1.4426950408889634
 
 
-BY_SUMS = False
-
-
 @dataclass(frozen=True)
 class ForwardTile:
     """consumers: warpgroups of block_m query rows each. consumer_registers: per thread, of all but the first warpgroup; it has
@@ -35,7 +32,7 @@ class ForwardTile:
     q_registers: bool
     consumer_registers: int
     max_registers: int
-    by_sums: bool = BY_SUMS
+    by_sums: bool
     section_bytes: int = 64 << 20  # of k and v together: what is walked at a time (one head at a time was 0.89-0.94x)
 
     @property
@@ -45,9 +42,12 @@ class ForwardTile:
 
 
 FORWARD_TILES = {
-    64: ForwardTile(64, 128, 3, stages=3, q_stages=2, q_registers=False, consumer_registers=160, max_registers=128),
-    128: ForwardTile(64, 128, 2, stages=2, q_stages=2, q_registers=True, consumer_registers=240, max_registers=168),
-    256: ForwardTile(64, 64, 2, stages=2, q_stages=1, q_registers=False, consumer_registers=240, max_registers=168),
+    64: ForwardTile(64, 128, 3, stages=3, q_stages=2, q_registers=False, consumer_registers=160, max_registers=128,
+                    by_sums=True),
+    128: ForwardTile(64, 128, 2, stages=2, q_stages=2, q_registers=True, consumer_registers=240, max_registers=168,
+                     by_sums=True),
+    256: ForwardTile(64, 64, 2, stages=2, q_stages=1, q_registers=False, consumer_registers=240, max_registers=168,
+                     by_sums=False),
 }
 
 
@@ -185,7 +185,7 @@ def forward_launch(
         STAGES=tile.stages, Q_REGISTERS=tile.q_registers, REGISTERS=tile.consumer_registers,
         FIRST=first, LAST=out is not None, CAPPED=softcap > 0, BY_SUMS=tile.by_sums and q.dtype == torch.bfloat16,
     )
-    return (max(1, min(total, num_ctas)),), arguments, {"num_warps": 4, "maxnreg": tile.max_registers}
+    return (max(1, min(total, num_ctas)),), arguments, {"num_warps": 4, "maxnreg": tile.max_registers, "enable_fp_fusion": True}
 
 
 def loadable(x: Tensor) -> Tensor:

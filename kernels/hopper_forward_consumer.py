@@ -5,7 +5,8 @@ beside the second product. Where the waits stand is what makes it overlap: see N
 """
 from __future__ import annotations
 
-from .gluon_shim import fence_async_shared, gl, gluon, mbarrier, tma_store, tma_store_wait, warpgroup_mma, warpgroup_mma_wait
+from .gluon_shim import (
+    fence_async_shared, gl, gluon, mbarrier, reinterpret, tma_store, tma_store_wait, warpgroup_mma, warpgroup_mma_wait)
 from .hopper_forward_scheduler import FINAL, any_failed, key_tile, next_tile
 from .hopper_forward_softmax import (
     LN_2, apply_mask, base_2, cap, pack, rescale, softmax, softmax_by_sums, softmax_of_first_tile, unpack)
@@ -169,7 +170,7 @@ def consumer(
                 q_own.store(acc.to(dtype))
                 fence_async_shared()
                 tma_store(out_desc, [batch, row0 + warpgroup * BLOCK_M, head, 0],
-                          q_own._reinterpret(dtype, [1, BLOCK_M, 1, D], out_desc.layout))
+                          reinterpret(q_own, dtype, [1, BLOCK_M, 1, D], out_desc.layout))
             if Q_STAGES == 1:
                 tma_store_wait(0)
                 mbarrier.arrive(q_empty.index(0), count=1)

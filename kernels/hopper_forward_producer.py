@@ -1,7 +1,7 @@
 """The producer of the `hopper` forward: one warp that asks the copy engine (TMA) for q, k and v, as far ahead as room goes."""
 from __future__ import annotations
 
-from .gluon_shim import gl, gluon, mbarrier, tma_load
+from .gluon_shim import gl, gluon, mbarrier, reinterpret, tma_load
 from .hopper_forward_scheduler import key_tile, next_tile
 
 
@@ -27,7 +27,7 @@ def producer(
         for w in gl.static_range(CONSUMERS):
             mbarrier.expect(q_full.index(qs * CONSUMERS + w), q_desc.block_type.nbytes)
             tma_load(q_desc, [batch, row0 + w * BLOCK_M, head, 0], q_full.index(qs * CONSUMERS + w),
-                     q_s.index(qs * CONSUMERS + w)._reinterpret(q_desc.dtype, [1, BLOCK_M, 1, D], q_desc.layout))
+                     reinterpret(q_s.index(qs * CONSUMERS + w), q_desc.dtype, [1, BLOCK_M, 1, D], q_desc.layout))
         kv_head = head // group
         for j in range(steps):
             s = it % STAGES
@@ -35,12 +35,12 @@ def producer(
             mbarrier.wait(kv_empty.index(s), ((it // STAGES) & 1) ^ 1)
             mbarrier.expect(k_full.index(s), k_desc.block_type.nbytes)
             tma_load(k_desc, [batch, row, kv_head, 0], k_full.index(s),
-                     k_s.index(s)._reinterpret(k_desc.dtype, [1, BLOCK_N, 1, D], k_desc.layout))
+                     reinterpret(k_s.index(s), k_desc.dtype, [1, BLOCK_N, 1, D], k_desc.layout))
             it += 1
             # signal number i frees k of step i and v of step i - 1: half as many barriers as one each
             mbarrier.wait(kv_empty.index(it % STAGES), ((it // STAGES) & 1) ^ 1)
             mbarrier.expect(v_full.index(s), v_desc.block_type.nbytes)
             tma_load(v_desc, [batch, row, kv_head, 0], v_full.index(s),
-                     v_s.index(s)._reinterpret(v_desc.dtype, [1, BLOCK_N, 1, D], v_desc.layout))
+                     reinterpret(v_s.index(s), v_desc.dtype, [1, BLOCK_N, 1, D], v_desc.layout))
         turn += 1
         row0, head, batch, steps, high, masked, tile_hi, tile_lo, mode, item = next_tile(memory, barriers, item, 1)
