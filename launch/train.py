@@ -3,6 +3,7 @@
     python launch/train.py experiment=quickstart            plain: checks everything, makes the run folder, starts the ranks
     python launch/train.py -m train.seed=0,1,2 ...           a sweep: one job after the other, each with its own ranks
     torchrun ... launch/train.py experiment=eight_gpus       under torchrun (or any launcher that sets RANK): is one rank
+    python launch/train.py --resume outputs/run-... [...]    either way: the overrides of that run, its folder, its last checkpoint
 
 Plain, this process never trains: it composes and validates the configuration, looks at the data, makes the folder, writes
 .hydra/ into it and starts torchrun with the composed configuration, so every rank reads the same one. Under torchrun the ranks
@@ -33,11 +34,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ringflash.config import Config, validate
-from ringflash.train.folder import claim_run_folder, make_run_folder
+from ringflash.train.checkpoint_files import FOLDER, candidates
+from ringflash.train.folder import STOPPED, claim_run_folder, make_run_folder
 from ringflash.train.text import open_data
 
 CONFIGS = "ringflash.configs"
 _RUN_FOLDER = "--run-folder"
+_RESUME = "--resume"
 _USER_ERROR = 2
 _INTERRUPT_GRACE_S = 5.0
 
@@ -46,6 +49,10 @@ def main(argv: list[str] | None = None) -> None:
     """`argv`: Hydra's arguments (overrides and flags), without the program's name. Exits non-zero when anything failed."""
     argv = sys.argv[1:] if argv is None else list(argv)
     register_schema()
+    try:
+        argv = of_resumed_run(argv)
+    except (ValueError, OSError) as error:
+        _refuse(str(error))
     if "RANK" in os.environ:
         sys.exit(worker(argv))
     if _is_sweep(argv) and not any(a.startswith("hydra.sweep.dir=") for a in argv):
@@ -65,6 +72,23 @@ def main(argv: list[str] | None = None) -> None:
 def register_schema() -> None:
     """Hydra's `schema`: what is not a field of ringflash.config.Config is refused while composing."""
     ConfigStore.instance().store(name="schema", node=Config)
+
+
+def of_resumed_run(argv: list[str]) -> list[str]:
+    """`--resume FOLDER ...` as the overrides that FOLDER was started with, those given here instead of them, and its run.dir."""
+    if _RESUME not in argv:
+        return argv
+    place = argv.index(_RESUME)
+    if place + 1 == len(argv):
+        raise ValueError(f"{_RESUME}: names the run folder to go on in, e.g. {_RESUME} outputs/run-20260101-120000")
+    folder, rest = Path(argv[place + 1]), argv[:place] + argv[place + 2:]
+    saved = folder / ".hydra" / "overrides.yaml"
+    if not saved.is_file() or not (folder / FOLDER).is_dir():
+        raise ValueError(f"{_RESUME} {folder}: no run with checkpoints; it has no {'.hydra' if not saved.is_file() else FOLDER}")
+    given = {word.split("=")[0].lstrip("+~") for word in rest if not word.startswith("-")} | {"run.dir"}
+    kept = [word for word in OmegaConf.to_container(OmegaConf.load(saved)) if word.split("=")[0].lstrip("+~") not in given]
+    quoted = str(folder.resolve()).replace("\\", "\\\\").replace("'", "\\'")
+    return [*kept, *rest, f"run.dir='{quoted}'"]
 
 
 def misspelt(argv: list[str]) -> list[str]:
@@ -98,7 +122,11 @@ def launch(composed: DictConfig) -> float | None:
     except (ValueError, OSError, OmegaConfBaseException) as error:
         _refuse(str(error))
     print(f"{nproc} rank{'s' if nproc > 1 else ''}, run folder {folder}", file=sys.stderr, flush=True)
-    code = run_torchrun(nproc, folder, cpu=_on_cpu(cfg))
+    (folder / STOPPED).unlink(missing_ok=True)
+    code = run_torchrun(nproc, folder, cpu=_on_cpu(cfg), restarts=cfg.checkpoint.restarts)
+    if (folder / STOPPED).exists():
+        # torchrun's own code says that it was told to stop. The run is as whole as one can be that is not finished.
+        sys.exit(0)
     if code:
         print(f"ringflash train: failed (exit code {code}), see {folder}", file=sys.stderr, flush=True)
         sys.exit(code if code > 0 else 128 - code)
@@ -133,6 +161,9 @@ def check_world(cfg: Config, num_local: int) -> None:
         device = pick_device(cfg.run.device, num_local - 1)
         if cfg.attention.kernel != "auto":
             select_kernel(cfg, device)
+    if cfg.checkpoint.resume not in ("auto", "none") and not candidates(Path(cfg.checkpoint.resume)):
+        raise ValueError(f"checkpoint.resume={cfg.checkpoint.resume}: no checkpoint there; valid: auto, none, a run folder, or one "
+                         "checkpoint's folder")
     open_data(cfg)
 
 
@@ -140,15 +171,25 @@ def parent_folder(cfg: Config) -> Path:
     """The run folder of this job: run.dir, or hydra's own (of a sweep's job, or set by hand), or a fresh one under run.root."""
     hydra_dir = HydraConfig.get().runtime.output_dir
     if cfg.run.dir is not None:
-        return claim_run_folder(cfg.run.dir).resolve()
+        return claim_run_folder(cfg.run.dir, resume=resumes(cfg)).resolve()
     if Path(hydra_dir) != Path.cwd():
-        return claim_run_folder(hydra_dir).resolve()
+        return claim_run_folder(hydra_dir, resume=resumes(cfg)).resolve()
     return make_run_folder(cfg.run.root, cfg.run.name).resolve()
 
 
+def resumes(cfg: Config) -> bool:
+    """Whether a run folder that keeps checkpoints may be taken again."""
+    return cfg.checkpoint.resume == "auto" and cfg.checkpoint.every > 0
+
+
 def write_hydra_folder(folder: Path, composed: DictConfig, overrides: list[str], hydra_cfg: DictConfig | None) -> None:
-    """<folder>/.hydra/{config,overrides,hydra}.yaml, the names Hydra itself uses."""
+    """<folder>/.hydra/{config,overrides,hydra}.yaml, the names Hydra itself uses. A resumed run's earlier one becomes .hydra-1, ...,
+    where its configuration was another."""
     target = folder / ".hydra"
+    if (target / "config.yaml").exists() and (target / "config.yaml").read_text() == OmegaConf.to_yaml(composed):
+        return
+    if target.exists():
+        target.rename(folder / f".hydra-{1 + len(list(folder.glob('.hydra-*')))}")
     target.mkdir()
     OmegaConf.save(composed, target / "config.yaml")
     (target / "overrides.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(overrides)))
@@ -156,13 +197,13 @@ def write_hydra_folder(folder: Path, composed: DictConfig, overrides: list[str],
         (target / "hydra.yaml").write_text(OmegaConf.to_yaml(OmegaConf.masked_copy(hydra_cfg, "hydra")))
 
 
-def run_torchrun(nproc: int, folder: Path, *, cpu: bool) -> int:
+def run_torchrun(nproc: int, folder: Path, *, cpu: bool, restarts: int = 0) -> int:
     """Starts the ranks and waits for them. SIGTERM and Ctrl-C reach them; returns torchrun's exit code."""
     # A file where there is one to run, else the installed module.
     checkout = (Path(__file__).resolve().parents[1] / "pyproject.toml").is_file()
     target = [str(Path(__file__).resolve())] if checkout else ["-m", "ringflash.launch.train"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc), *target,
-               _RUN_FOLDER, str(folder)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc),
+               "--max-restarts", str(restarts), *target, _RUN_FOLDER, str(folder)]
     env = dict(os.environ)
     if cpu:
         # torchrun would give each rank one thread; the ranks share the cores evenly instead.
@@ -190,14 +231,14 @@ def worker(argv: list[str]) -> int:
     """One rank: agrees with the others on configuration and folder, then trains. Returns the exit code."""
     from ringflash.train.loop import run
     from ringflash.train.startup import StartError, agree, check_launcher, rendezvous
-    from ringflash.train.world import leave_on_signals
+    from ringflash.train.stopping import leave_on_signals
 
     try:
         check_launcher(os.environ)
     except ValueError as problem:
         _complain(str(problem))
         return _USER_ERROR
-    leave_on_signals()
+    stop = leave_on_signals()
     composed = cfg = error = None
     given = Path(argv[1]) if argv[:1] == [_RUN_FOLDER] else None
     try:
@@ -211,7 +252,7 @@ def worker(argv: list[str]) -> int:
     def make_folder() -> Path:
         if given:
             return given
-        folder = claim_run_folder(cfg.run.dir) if cfg.run.dir else make_run_folder(cfg.run.root, cfg.run.name)
+        folder = claim_run_folder(cfg.run.dir, resume=resumes(cfg)) if cfg.run.dir else make_run_folder(cfg.run.root, cfg.run.name)
         write_hydra_folder(folder, composed, argv, None)
         return folder
 
@@ -224,7 +265,7 @@ def worker(argv: list[str]) -> int:
         return _USER_ERROR
     if rank == 0 and not given:
         print(f"{world_size} ranks, run folder {folder}", file=sys.stderr, flush=True)
-    return run(cfg, store=store, rank=rank, world_size=world_size, folder=folder)
+    return run(cfg, store=store, rank=rank, world_size=world_size, folder=folder, stop=stop)
 
 
 def compose(argv: list[str]) -> DictConfig:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from ringflash.checkpointing import CheckpointConfig, checkpoint_problems
 from ringflash.degrees import ParallelConfig, degrees_of, divisors, nearest, ulysses_problems
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "balanced", "auto")
@@ -72,7 +73,7 @@ class AttentionConfig:
     chunk_size: int | None = None  # tokens of a "chunk" layer see their own chunk only
     # What the layers see, repeated over them: "global", "window" (window_size) or "chunk". []: window_size in every layer.
     layers: list[str] = field(default_factory=list)
-    deterministic: bool = False
+    deterministic: bool = False  # gradients have the same bits from run to run, the embedding's too
 
 
 @dataclass
@@ -119,6 +120,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
 
@@ -139,6 +141,7 @@ def validate(cfg: Config, world_size: int) -> tuple[int, int]:
     problems = [problem] if problem else ulysses_problems(cfg.parallel, degrees[1], cfg.model.num_heads)
     for rules in (_model, _data, _attention, _optim, _train, _run):
         problems += rules(cfg)
+    problems += checkpoint_problems(cfg.checkpoint)
     if problems:
         raise ValueError("\n".join(problems))
     return degrees

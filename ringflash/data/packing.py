@@ -49,24 +49,28 @@ class PackedDataset:
         self.num_samples = self.num_tokens // seq_len
         self._epochs: OrderedDict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = OrderedDict()
 
-    def sample_numbers(self, step: int, micro_batch: int, dp_rank: int, *, num_micro_batches: int,
-                       dp_size: int) -> tuple[int, ...]:
+    def sample_numbers(self, step: int, micro_batch: int, dp_rank: int, *, num_micro_batches: int, dp_size: int,
+                       origin: int = 0) -> tuple[int, ...]:
         """Numbers of the samples of one micro-batch of one data-parallel rank, batch_size of them.
 
         A step takes num_micro_batches * dp_size * batch_size consecutive numbers, so it sees the same samples however they are
-        spread over micro-batches and ranks; the ranks of a ring share dp_rank and with it the batch.
+        spread over micro-batches and ranks; the ranks of a ring share dp_rank and with it the batch. origin is where step 0 begins,
+        or would have begun: a run that goes on with another number of samples per step may have a negative one.
         """
         for key, value, size in (("micro_batch", micro_batch, num_micro_batches), ("dp_rank", dp_rank, dp_size)):
             if not 0 <= value < size:
                 raise ValueError(f"{key}={value}: must lie in [0, {size})")
         if step < 0:
             raise ValueError(f"step={step}: must be at least 0")
-        first = ((step * num_micro_batches + micro_batch) * dp_size + dp_rank) * self.batch_size
+        first = origin + ((step * num_micro_batches + micro_batch) * dp_size + dp_rank) * self.batch_size
+        if first < 0:
+            raise ValueError(f"origin={origin}: step {step} would begin before the first sample")
         return tuple(range(first, first + self.batch_size))
 
-    def batch(self, step: int, micro_batch: int, dp_rank: int, *, num_micro_batches: int, dp_size: int) -> dict:
+    def batch(self, step: int, micro_batch: int, dp_rank: int, *, num_micro_batches: int, dp_size: int, origin: int = 0) -> dict:
         """{"tokens": LazyTokens [B, seq_len]} and, with document_mask, "cu_seqlens": int32 [N + 1]. See sample_numbers."""
-        samples = self.sample_numbers(step, micro_batch, dp_rank, num_micro_batches=num_micro_batches, dp_size=dp_size)
+        samples = self.sample_numbers(step, micro_batch, dp_rank, num_micro_batches=num_micro_batches, dp_size=dp_size,
+                                      origin=origin)
         batch = {"tokens": LazyTokens(self, samples)}
         if self.document_mask:
             batch["cu_seqlens"] = self.cu_seqlens(samples[0])
@@ -88,6 +92,12 @@ class PackedDataset:
         first, stop = np.searchsorted(line_starts, start, "right"), np.searchsorted(line_starts, start + self.seq_len, "left")
         inner = line_starts[first:stop]
         return np.unique(np.concatenate(([0], inner - start, [self.seq_len]))).astype(np.int32)
+
+    def description(self) -> dict:
+        """What the numbers of samples mean, JSON: two datasets with the same one serve the same samples."""
+        documents = hashlib.blake2b(self.doc_starts.tobytes(), digest_size=8).hexdigest()
+        return {"content": self.content, "documents": documents, "seq_len": self.seq_len, "seed": self.seed,
+                "document_mask": self.document_mask}
 
     def batch_hash(self, samples: Sequence[int]) -> int:
         """63-bit number that names these samples: text, documents, seq_len, seed and numbers; equal on all ranks of a ring."""

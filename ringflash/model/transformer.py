@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..loss import CHUNK_ROWS, chunked_cross_entropy
+from .embedding import deterministic_embedding
 from .rope import rope_cos_sin, rope_rotate
 
 # attention(q [B, S, Hq, D], k [B, S, Hkv, D], v [B, S, Hkv, D], *, layout, mask=None) -> [B, S, Hq, D]; a model that has
@@ -86,10 +87,18 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """nn.Embedding whose weights come from Transformer.init_weights, not from the global generator."""
+    """nn.Embedding whose weights come from Transformer.init_weights, not from the global generator. deterministic: see
+    embedding.py."""
+
+    def __init__(self, num_embeddings: int, dim: int, deterministic: bool):
+        super().__init__(num_embeddings, dim)
+        self.deterministic = deterministic
 
     def reset_parameters(self) -> None:
         pass
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return deterministic_embedding(tokens, self.weight) if self.deterministic else super().forward(tokens)
 
 
 class RMSNorm(nn.Module):
@@ -170,14 +179,15 @@ class Transformer(nn.Module):
 
     config     ModelConfig, validated here
     attention  attention(q, k, v, *, layout, mask=None) -> out; q, out [B, S, Hq, D], k, v [B, S, Hkv, D]
+    deterministic  the embedding's gradient has the same bits from run to run on a GPU too (attention's is attention's matter)
     seed       weights are a function of (seed, parameter name, shape): the same on every rank, device and number of ranks
     """
 
-    def __init__(self, config: ModelConfig, attention: Attention, *, seed: int = 0):
+    def __init__(self, config: ModelConfig, attention: Attention, *, seed: int = 0, deterministic: bool = False):
         super().__init__()
         config.validate()
         self.config = config
-        self.embedding = Embedding(config.vocab_size, config.dim)
+        self.embedding = Embedding(config.vocab_size, config.dim, deterministic)
         self.layers = nn.ModuleList(Layer(config, attention) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.head = LossHead(config)

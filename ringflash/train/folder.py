@@ -1,8 +1,12 @@
-"""The folder of a run: made once, by one process, never shared by two runs."""
+"""The folder of a run: made once, by one process, never shared by two runs; taken again by a run that goes on."""
 from __future__ import annotations
 
 import time
 from pathlib import Path
+
+from ringflash.train import checkpoint_files
+
+STOPPED = "stopped.json"  # left after SIGTERM: the run was saved, and is not finished
 
 
 def make_run_folder(root: str | Path, name: str, now: float | None = None) -> Path:
@@ -22,9 +26,12 @@ def make_run_folder(root: str | Path, name: str, now: float | None = None) -> Pa
             number += 1
 
 
-def claim_run_folder(folder: str | Path) -> Path:
-    """Creates `folder` as it was named by the user. Raises ValueError where a run has already left its results."""
+def claim_run_folder(folder: str | Path, *, resume: bool = False) -> Path:
+    """Creates `folder` as it was named by the user. Raises ValueError where a run has already left its results, unless with `resume`
+    it is one that keeps checkpoints."""
     folder = Path(folder)
+    if resume and (folder / checkpoint_files.FOLDER).is_dir():
+        return folder
     for leftover in ("metrics.jsonl", ".hydra"):
         if (folder / leftover).exists():
             raise ValueError(f"run.dir={folder}: holds a run already ({leftover}); name another folder, or leave run.dir=null")

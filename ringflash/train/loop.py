@@ -1,10 +1,14 @@
 """A run from its first step to its summary, and the life of a rank around it."""
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -13,9 +17,11 @@ import torch.distributed as dist
 from ringflash.config import Config, parallel_degrees
 from ringflash.ring import watchdog
 from ringflash.ring.heads import HeadSplit
+from ringflash.train.checkpoint import Checkpoints, ResumeError, SaveError
 from ringflash.train.record import Recorder, save_weights
+from ringflash.train.stopping import StopRequest
 from ringflash.train.text import Data, open_data
-from ringflash.train.trainer import NonFiniteError, Trainer, activation_dtype, model_config, select_kernel
+from ringflash.train.trainer import NonFiniteError, StepResult, Trainer, activation_dtype, model_config, select_kernel
 from ringflash.train.world import World, connect, pick_device
 
 _LAST_STEPS = 10  # over which the summary averages the training loss
@@ -23,56 +29,130 @@ _LAST_STEPS = 10  # over which the summary averages the training loss
 _GROUP_GRACE_S = 30.0
 
 
-def train(cfg: Config, world: World, data: Data, folder: Path | None) -> dict:
-    """All steps and evaluations of cfg; returns the summary. `folder` is where rank 0 writes (None: nowhere)."""
-    trainer = Trainer(cfg, world, data)
-    recorder = Recorder(folder if world.rank == 0 else None, cfg)
-    start = time.perf_counter()
-    tokens = 0
-    trained_s = 0.0
-    losses: list[float] = []
+@dataclass
+class Progress:
+    """How far a run is; saved with its checkpoints, as JSON."""
+
+    step: int = 0  # optimizer steps done
+    tokens: int = 0
+    trained_s: float = 0.0
+    time_s: float = 0.0
+    first_loss: float | None = None
+    last_losses: list[float] = field(default_factory=list)
+    evaluated: int = 0  # the step of the newest evaluation
+    heldout_loss: float | None = None
+
+    def add(self, result: StepResult, step_s: float) -> None:
+        self.step += 1
+        self.tokens += result.tokens
+        self.trained_s += step_s
+        self.first_loss = result.loss if self.first_loss is None else self.first_loss
+        self.last_losses = [*self.last_losses, result.loss][-_LAST_STEPS:]
+
+
+def train(cfg: Config, world: World, data: Data, folder: Path | None, stop: StopRequest | None = None) -> dict | None:
+    """All steps and evaluations that cfg asks for and the folder's checkpoints do not have yet; returns the summary, or None when
+    stopped on the way, with a checkpoint. Rank 0 writes into `folder`, which all ranks know (None: nowhere, and no checkpoints).
+
+    Every rank raises the same: NonFiniteError, SaveError, ResumeError."""
+    stop = StopRequest() if stop is None else stop
+    trainer = Trainer(cfg, world, data, stop.asked)
+    checkpoints = Checkpoints(cfg, world, trainer, folder)
+    found = checkpoints.restore()
+    progress = Progress(**found["progress"]) if found else Progress()
+    recorder = Recorder(folder if world.rank == 0 else None, cfg, progress.step)
+    if checkpoints.root is not None:
+        stop.arm(cfg.checkpoint.grace_s)
+    start = time.perf_counter() - progress.time_s
     try:
-        for step in range(cfg.train.steps):
-            began = time.perf_counter()
-            result = trainer.train_step(step)
-            step_s = time.perf_counter() - began
-            trained_s += step_s
-            tokens += result.tokens
-            losses.append(result.loss)
-            recorder.step({"step": step + 1, "loss": result.loss, "lr": result.lr, "grad_norm": result.grad_norm,
-                           "tokens": tokens, "valid_tokens": result.valid_tokens, "tokens_per_s": result.tokens / step_s,
-                           "time_s": time.perf_counter() - start})
-            last = step + 1 == cfg.train.steps
-            if last or (cfg.train.eval_every and (step + 1) % cfg.train.eval_every == 0):
-                heldout_loss, heldout_tokens = trainer.evaluate()
-                recorder.evaluation({"step": step + 1, "heldout_loss": heldout_loss, "valid_tokens": heldout_tokens,
-                                     "time_s": time.perf_counter() - start})
+        while True:
+            is_told = False
+            if progress.step < cfg.train.steps:
+                is_told = _step(trainer, recorder, progress, start)
+            # Told to stop: an evaluation would take the time that the checkpoint needs, and is made up for after the resume.
+            if _evaluation_is_due(cfg, progress) and not is_told:
+                _evaluate(trainer, recorder, progress, start)
+            if checkpoints.due(progress.step) or is_told:
+                with _saving(stop, recorder):
+                    progress.time_s = time.perf_counter() - start
+                    checkpoints.save(progress.step, dataclasses.asdict(progress), must=is_told)
+            if is_told:
+                recorder.stopped(progress.step)
+                checkpoints.close()
+                return None
+            if progress.step >= cfg.train.steps:
+                break
+        with _saving(stop, recorder):
+            checkpoints.wait()
+    except NonFiniteError:
+        with suppress(SaveError):
+            checkpoints.wait()
+        raise
     finally:
         recorder.close()
+    summary = _summary(cfg, trainer, progress)
+    if world.rank == 0 and folder is not None:
+        if cfg.run.save_weights:
+            save_weights(folder / "weights.pt", trainer.model)
+        recorder.finish(summary, plot=cfg.run.plot, unigram_nats=data.unigram_nats)
+    checkpoints.close()
+    return summary
+
+
+def _step(trainer: Trainer, recorder: Recorder, progress: Progress, start: float) -> bool:
+    """One optimizer step; whether the ranks are to stop after it."""
+    began = time.perf_counter()
+    result = trainer.train_step(progress.step)
+    step_s = time.perf_counter() - began
+    progress.add(result, step_s)
+    recorder.step({"step": progress.step, "loss": result.loss, "lr": result.lr, "grad_norm": result.grad_norm,
+                   "tokens": progress.tokens, "valid_tokens": result.valid_tokens, "tokens_per_s": result.tokens / step_s,
+                   "time_s": time.perf_counter() - start})
+    return result.stop
+
+
+def _evaluation_is_due(cfg: Config, progress: Progress) -> bool:
+    due = progress.step >= cfg.train.steps or (cfg.train.eval_every and progress.step % cfg.train.eval_every == 0)
+    return bool(due) and progress.evaluated != progress.step
+
+
+def _evaluate(trainer: Trainer, recorder: Recorder, progress: Progress, start: float) -> None:
+    progress.heldout_loss, heldout_tokens = trainer.evaluate()
+    progress.evaluated = progress.step
+    recorder.evaluation({"step": progress.step, "heldout_loss": progress.heldout_loss, "valid_tokens": heldout_tokens,
+                         "time_s": time.perf_counter() - start})
+
+
+@contextmanager
+def _saving(stop: StopRequest, recorder: Recorder) -> Iterator[None]:
+    with stop.saving():
+        recorder.sync()
+        yield
+
+
+def _summary(cfg: Config, trainer: Trainer, progress: Progress) -> dict:
+    world = trainer.world
     summary = {
         "steps": cfg.train.steps,
         "parameters": sum(p.numel() for p in trainer.parameters),
         "ranks": f"dp {world.dp} x cp {world.cp}{_shared(world)} on {world.device.type}",
         "kernel": select_kernel(cfg, world.device).name,
-        "tokens": tokens,
-        "tokens_per_s": tokens / trained_s,
-        "time_s": time.perf_counter() - start,
-        "first_loss": losses[0],
-        f"train_loss_last_{_LAST_STEPS}": sum(losses[-_LAST_STEPS:]) / len(losses[-_LAST_STEPS:]),
-        "heldout_loss": heldout_loss,
-        "unigram_entropy": data.unigram_nats,
+        "tokens": progress.tokens,
+        "tokens_per_s": progress.tokens / progress.trained_s,
+        "time_s": progress.time_s,
+        "first_loss": progress.first_loss,
+        f"train_loss_last_{_LAST_STEPS}": sum(progress.last_losses) / len(progress.last_losses),
+        "heldout_loss": progress.heldout_loss,
+        "unigram_entropy": trainer.data.unigram_nats,
     }
     if world.device.type == "cuda":
         summary["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    if world.rank == 0 and folder is not None:
-        if cfg.run.save_weights:
-            save_weights(folder / "weights.pt", trainer.model)
-        recorder.finish(summary, plot=cfg.run.plot, unigram_nats=data.unigram_nats)
     return summary
 
 
-def run(cfg: Config, *, store: dist.Store, rank: int, world_size: int, folder: Path) -> int:
-    """A rank's whole life after the start was agreed on. Returns the exit code, 0 only if this rank did all its work."""
+def run(cfg: Config, *, store: dist.Store, rank: int, world_size: int, folder: Path, stop: StopRequest) -> int:
+    """A rank's whole life after the start was agreed on. Returns the exit code, 0 only if this rank did all its work, or saved it
+    when it was told to stop."""
     dp, cp = parallel_degrees(cfg, world_size)
     device = pick_device(cfg.run.device, int(os.environ.get("LOCAL_RANK", "0")))
     if device.type == "cuda":
@@ -88,8 +168,9 @@ def run(cfg: Config, *, store: dist.Store, rank: int, world_size: int, folder: P
         world = connect(dp, cp, device, timeout_s=cfg.parallel.timeout_s + _GROUP_GRACE_S, store=store, rank=rank,
                         ulysses=cfg.parallel.ulysses)
         watchdog.start(cfg.parallel.timeout_s, store.clone() if world_size > 1 else None)
-        train(cfg, world, data, folder)
-    except NonFiniteError as error:
+        if train(cfg, world, data, folder, stop) is None and rank == 0:
+            print(f"ringflash train: stopped by SIGTERM, and saved; to go on: --resume {folder}", file=sys.stderr, flush=True)
+    except (NonFiniteError, SaveError, ResumeError) as error:
         if rank == 0:
             print(f"ringflash train: {error}", file=sys.stderr, flush=True)
         if dist.is_initialized():

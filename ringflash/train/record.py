@@ -1,4 +1,7 @@
-"""What a run leaves behind, written by rank 0 alone: metrics.jsonl, summary.json, loss.png, weights.pt, and what is shown."""
+"""What a run leaves behind, written by rank 0 alone: metrics.jsonl, summary.json, loss.png, weights.pt, and what is shown.
+
+metrics.jsonl holds every step once, also over a resume: rows after the step that a run goes on from belong to what was lost.
+"""
 from __future__ import annotations
 
 import json
@@ -11,23 +14,29 @@ from torch import nn
 from tqdm import tqdm
 
 from ringflash.config import Config
+from ringflash.train.folder import STOPPED
 
 
 class Recorder:
     """Collects the figures of a run. With folder=None (every rank but 0) all of it does nothing."""
 
-    def __init__(self, folder: Path | None, cfg: Config):
+    def __init__(self, folder: Path | None, cfg: Config, step: int = 0):
+        """step: the one that the run goes on from; what metrics.jsonl has of later ones is dropped."""
         self.folder = folder
         self.train: list[dict] = []
         self.evals: list[dict] = []
         self.bar = None
         self.file = None
         if folder is not None:
-            # Line-buffered: what a killed run has measured is on disk.
-            self.file = open(folder / "metrics.jsonl", "w", buffering=1, encoding="utf-8")
+            (folder / STOPPED).unlink(missing_ok=True)
+            for row in self._keep(folder / "metrics.jsonl", step):
+                (self.train if row["kind"] == "train" else self.evals).append(row)
+            # Unbuffered: what a killed run has measured is on disk.
+            self.file = open(folder / "metrics.jsonl", "ab", buffering=0)
+            self.is_torn = self.is_full = False
             # In a log file every refresh is a line of its own: fewer there.
             interval_s = 0.3 if sys.stderr.isatty() else 10.0
-            self.bar = tqdm(total=cfg.train.steps, unit="step", dynamic_ncols=True, mininterval=interval_s, miniters=1,
+            self.bar = tqdm(total=cfg.train.steps, initial=step, unit="step", dynamic_ncols=True, mininterval=interval_s, miniters=1,
                             disable=not cfg.run.progress)
         self.log_every, self.steps = cfg.train.log_every, cfg.train.steps
 
@@ -66,8 +75,42 @@ class Recorder:
             self.file.close()
             self.file = None
 
+    def sync(self) -> None:
+        """What was written is on the disk: before the checkpoint that says it was."""
+        if self.file is not None:
+            os.fsync(self.file.fileno())
+
+    def stopped(self, step: int) -> None:
+        """Leaves stopped.json: the ranks ended as they were told to, with a checkpoint."""
+        if self.folder is not None:
+            self.close()
+            _write_atomically(self.folder / STOPPED, json.dumps({"step": step}).encode() + b"\n")
+
+    @staticmethod
+    def _keep(path: Path, step: int) -> list[dict]:
+        """The rows up to `step`, which are then all that the file holds."""
+        rows = []
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue  # torn by a kill or a full disk
+            if isinstance(row, dict) and row.get("step", step + 1) <= step:
+                rows.append(row)
+        _write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+        return rows
+
     def _write(self, row: dict) -> None:
-        self.file.write(json.dumps(row) + "\n")
+        line = (b"\n" if self.is_torn else b"") + json.dumps(row).encode() + b"\n"
+        try:
+            written = self.file.write(line)
+        except OSError as error:
+            # A full disk: rows are missing then, but the run is worth more.
+            written = 0
+            if not self.is_full:
+                print(f"ringflash train: metrics.jsonl: {error.strerror}; rows are lost until there is room", file=sys.stderr, flush=True)
+        self.is_full = written < len(line)
+        self.is_torn = self.is_full and (written > 0 or self.is_torn)
 
 
 def table(summary: dict) -> str:
@@ -118,5 +161,8 @@ def save_weights(path: Path, model: nn.Module) -> None:
 
 def _write_atomically(path: Path, content: bytes) -> None:
     part = path.with_name(path.name + ".part")
-    part.write_bytes(content)
+    with open(part, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(part, path)

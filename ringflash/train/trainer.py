@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +35,7 @@ class StepResult:
     lr: float
     tokens: int  # of all ranks
     valid_tokens: int
+    stop: bool = False  # some rank was told to stop: all of them do, after this step
 
 
 def activation_dtype(cfg: Config, device: torch.device) -> torch.dtype:
@@ -69,16 +71,27 @@ def layer_masks(attention: AttentionConfig) -> tuple[Mask, ...]:
 class Trainer:
     """Model, optimizer and the ring they run on. The same cfg and data give the same steps on every dp x cp, within rounding."""
 
-    def __init__(self, cfg: Config, world: World, data: Data):
-        self.cfg, self.world, self.data = cfg, world, data
+    def __init__(self, cfg: Config, world: World, data: Data, asked_to_stop: Callable[[], bool] = lambda: False):
+        self.cfg, self.world, self.data, self.asked_to_stop = cfg, world, data, asked_to_stop
+        self.samples_per_step = world.dp * cfg.train.accumulation * cfg.data.batch_size
+        self.origin = 0  # the number of the sample that step 0 would begin with
         attention = functools.partial(ring_attention, group=world.cp_group, kernel=cfg.attention.kernel,
                                       exchange=cfg.attention.exchange, rotate=cfg.attention.rotate, routing=cfg.attention.routing,
                                       deterministic=cfg.attention.deterministic)
         # Weights are a function of (seed, name, shape): equal on all ranks without a broadcast.
-        self.model = Transformer(model_config(cfg), attention, seed=cfg.train.seed).to(world.device)
+        self.model = Transformer(model_config(cfg), attention, seed=cfg.train.seed,
+                                 deterministic=cfg.attention.deterministic).to(world.device)
         self.parameters = list(self.model.parameters())
         self.optimizer = build_optimizer(cfg.optim, self.parameters)
         self.dtype = activation_dtype(cfg, world.device)
+
+    def first_sample(self, step: int) -> int:
+        """The position in the data before step `step`, one number for all ranks."""
+        return self.origin + step * self.samples_per_step
+
+    def start_at(self, step: int, sample: int) -> None:
+        """Step `step` begins with sample number `sample`."""
+        self.origin = sample - step * self.samples_per_step
 
     def train_step(self, step: int) -> StepResult:
         """Optimizer step `step` (from 0). Raises NonFiniteError on all ranks, leaving the weights as they were."""
@@ -96,7 +109,8 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         count = cfg.train.accumulation
         shards = [
-            self.shard(self.data.train.batch(step, micro, world.dp_rank, num_micro_batches=count, dp_size=world.dp))
+            self.shard(self.data.train.batch(step, micro, world.dp_rank, num_micro_batches=count, dp_size=world.dp,
+                                             origin=self.origin))
             for micro in range(count)
         ]
         # Known before the first backward: micro-batches and ranks may hold very different numbers of valid tokens.
@@ -108,15 +122,17 @@ class Trainer:
             (loss / max(valid, 1)).backward()
             loss_sum += loss.detach().double()
         sum_gradients(self.parameters, world.group)
-        loss = world.sum(float(loss_sum))[0] / max(valid, 1)
+        # Whether to stop travels with the loss: all ranks learn of it in the same step.
+        total, stop = world.sum(float(loss_sum), float(self.asked_to_stop()))
+        loss = total / max(valid, 1)
         norm = float(gradient_norm(self.parameters))
         # Loss and norm are the same numbers on every rank, so all of them stop here or none does.
         for name, value in (("loss", loss), ("gradient norm", norm)):
             if not torch.isfinite(torch.tensor(value)):
                 raise NonFiniteError(f"step {step + 1}: the {name} is {value}; the weights are those of step {step}. A lower "
                                      f"optim.lr={cfg.optim.lr:g} or longer optim.warmup_steps={cfg.optim.warmup_steps} may help")
-        tokens = world.dp * count * cfg.data.batch_size * cfg.data.seq_len
-        return StepResult(loss, norm, learning_rate(cfg.optim, step, cfg.train.steps), tokens, valid)
+        tokens = self.samples_per_step * cfg.data.seq_len
+        return StepResult(loss, norm, learning_rate(cfg.optim, step, cfg.train.steps), tokens, valid, stop > 0)
 
     @torch.no_grad()
     def evaluate(self) -> tuple[float, int]:

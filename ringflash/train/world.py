@@ -1,10 +1,6 @@
-"""The ranks of a run: device, dp x cp mesh, process groups, and how a rank leaves when it is told to stop."""
+"""The ranks of a run: device, dp x cp mesh, process groups."""
 from __future__ import annotations
 
-import os
-import signal
-import sys
-import threading
 from dataclasses import dataclass
 from functools import cached_property
 from datetime import timedelta
@@ -14,7 +10,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringflash.mesh import make_mesh, ranks_of
-from ringflash.ring import watchdog
 
 
 @dataclass(frozen=True)
@@ -103,26 +98,3 @@ def pick_device(name: str, local_rank: int) -> torch.device:
         raise ValueError(f"run.device={name}: local rank {local_rank} needs its own GPU, this machine has {count}; "
                          f"nearest: {f'parallel.nproc={count}' if count else 'run.device=cpu'}")
     return torch.device("cuda", local_rank)
-
-
-def leave_on_signals() -> None:
-    """On SIGTERM, and on Ctrl-C, this process says where its ring stands and exits with 143 (130).
-
-    A rank that waits for a peer that died sits inside a C call, where a Python signal handler never gets to run: a thread reads
-    the wake-up pipe instead, which the C-level handler writes at once.
-    """
-    read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)
-    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda signum, frame: None)
-
-    def watch() -> None:
-        while True:
-            for number in os.read(read_end, 64):
-                if number in (signal.SIGTERM, signal.SIGINT):
-                    rank, name = os.environ.get("RANK", "0"), signal.Signals(number).name
-                    print(f"rank {rank}: stopped by {name}; {watchdog.describe()}", file=sys.stderr, flush=True)
-                    os._exit(128 + number)
-
-    threading.Thread(target=watch, name="ringflash-signals", daemon=True).start()

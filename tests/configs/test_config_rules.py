@@ -87,6 +87,15 @@ RULES = [
     (dict(train__steps=0), 1, "train.steps=0: must be at least 1; nearest: 1"),
     (dict(train__accumulation=0), 1, "train.accumulation=0: must be at least 1; nearest: 1"),
     (dict(train__dtype="fp16"), 1, "train.dtype=fp16: is not built yet; valid: auto, fp32, bf16"),
+    (dict(checkpoint__every=-1), 1, "checkpoint.every=-1: must be at least 0; nearest: 0"),
+    (dict(checkpoint__keep=0), 1, "checkpoint.keep=0: must be at least 1; nearest: 1"),
+    (dict(checkpoint__on_error="ignore"), 1, "checkpoint.on_error=ignore: valid: warn, stop"),
+    (dict(checkpoint__grace_s=0.0), 1, "checkpoint.grace_s=0.0: must be a finite number above 0"),
+    (dict(checkpoint__timeout_s=float("inf")), 1, "checkpoint.timeout_s=inf: must be a finite number above 0"),
+    (dict(checkpoint__resume=""), 1, "checkpoint.resume='': valid: auto, none, or a folder with checkpoints"),
+    (dict(checkpoint__restarts=2, checkpoint__every=0), 1, "checkpoint.restarts=2: with checkpoint.every=0 each would begin at "
+     "step 1 again; nearest: 0"),
+    (dict(checkpoint__restarts=2, checkpoint__resume="none"), 1, "checkpoint.restarts=2: with checkpoint.resume=none each would"),
     (dict(run__device="tpu"), 1, "run.device=tpu: valid: auto, cpu, cuda"),
     (dict(run__name="a/b"), 1, "run.name='a/b': becomes the name of a folder"),
 ]

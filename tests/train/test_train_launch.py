@@ -74,7 +74,7 @@ def test_a_plain_start_trains_on_two_ranks_and_leaves_one_folder_with_everything
     assert done.returncode == 0, done.stderr
     (folder,) = run_folders(cwd)
     names = {p.name for p in folder.iterdir()}
-    assert names == {".hydra", "metrics.jsonl", "summary.json", "loss.png", "weights.pt"}
+    assert names == {".hydra", "metrics.jsonl", "summary.json", "loss.png", "weights.pt", "checkpoints"}
     assert {p.name for p in (folder / ".hydra").iterdir()} == {"config.yaml", "overrides.yaml", "hydra.yaml"}
     assert {p.name for p in cwd.iterdir()} == {"outputs"}, "nothing is written beside the run folder"
     assert "unigram entropy" in done.stdout and "heldout loss" in done.stdout
