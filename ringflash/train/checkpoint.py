@@ -115,7 +115,10 @@ class Checkpoints:
         def finish(digests: dict) -> None:
             files.write_manifest(part, description | {"files": digests})
             files.publish(self.root, step)
-            files.prune(self.root, self.options.keep)
+            try:
+                files.prune(self.root, self.options.keep)
+            except OSError as error:
+                _say(f"older checkpoints could not be removed from {self.root}: {error.strerror}")
 
         failure = self._first(prepare) or self._write_data(part, state)
         if failure is None:

@@ -78,7 +78,10 @@ class Recorder:
     def sync(self) -> None:
         """What was written is on the disk: before the checkpoint that says it was."""
         if self.file is not None:
-            os.fsync(self.file.fileno())
+            try:
+                os.fsync(self.file.fileno())
+            except OSError as error:
+                self._complain(error)
 
     def stopped(self, step: int) -> None:
         """Leaves stopped.json: the ranks ended as they were told to, with a checkpoint."""
@@ -108,9 +111,13 @@ class Recorder:
             # A full disk: rows are missing then, but the run is worth more.
             written = 0
             if not self.is_full:
-                print(f"ringflash train: metrics.jsonl: {error.strerror}; rows are lost until there is room", file=sys.stderr, flush=True)
+                self._complain(error)
         self.is_full = written < len(line)
         self.is_torn = self.is_full and (written > 0 or self.is_torn)
+
+    @staticmethod
+    def _complain(error: OSError) -> None:
+        print(f"ringflash train: metrics.jsonl: {error.strerror}; rows may be missing", file=sys.stderr, flush=True)
 
 
 def table(summary: dict) -> str:

@@ -191,12 +191,12 @@ def descendants(pid: int) -> list[int]:
     return children + [d for c in children for d in descendants(c)]
 
 
-def a_long_run(cwd: Path) -> tuple[subprocess.Popen, list[int]]:
-    """A 2-rank run without end, once it has taken a step; and the pids of its ranks."""
-    process = subprocess.Popen([*SCRIPT, *MINI, "train.steps=100000"], cwd=cwd, env=environment(), stdout=subprocess.DEVNULL,
+def a_long_run(cwd: Path, *overrides: str, steps: int = 1) -> tuple[subprocess.Popen, list[int]]:
+    """A 2-rank run without end, once it has taken `steps` steps; and the pids of its ranks."""
+    process = subprocess.Popen([*SCRIPT, *MINI, "train.steps=100000", *overrides], cwd=cwd, env=environment(), stdout=subprocess.DEVNULL,
                                stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 80.0
-    while not any(f.stat().st_size for f in cwd.glob("outputs/mini-*/metrics.jsonl")):
+    while not any(f.read_bytes().count(b"\n") >= steps for f in cwd.glob("outputs/mini-*/metrics.jsonl")):
         assert process.poll() is None and time.monotonic() < deadline, "no step was taken"
         time.sleep(0.2)
     ranks = [pid for pid in descendants(process.pid)
@@ -219,7 +219,7 @@ def test_a_killed_rank_ends_the_run_with_an_error_within_seconds(tmp_path):
 
 @pytest.mark.parametrize("signum", (signal.SIGTERM, signal.SIGINT))
 def test_a_signal_to_the_launcher_alone_reaches_the_ranks_which_say_where_they_stand(tmp_path, signum):
-    process, ranks = a_long_run(tmp_path)
+    process, ranks = a_long_run(tmp_path, "checkpoint.every=0")
     process.send_signal(signum)
     _, err = process.communicate(timeout=60.0)
     assert process.returncode not in (0, None)
