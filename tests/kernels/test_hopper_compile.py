@@ -1,4 +1,4 @@
-"""What the compiler makes of the hopper forward, seen without a GPU: wgmma, spills, and that the softmax overlaps the second product.
+"""What the compiler makes of the hopper forward, seen without a GPU: wgmma, spills, and a softmax beside the second product.
 
 A launch's own arguments are compiled for sm_90, so tile table, descriptors and specialisation are those of a run.
 """
@@ -23,8 +23,8 @@ from ringflash.tests.support.gluon_compile import build, sass  # noqa: E402
 
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 SHARED_LIMIT = 227 << 10
-# Bytes of spill stores + loads per thread, by triton up to 3.7 and from 3.8 on; absent: none. (head_dim, first, by_sums). At D = 256
-# they are strides of the state, kept aside once per kernel and read once per query tile, none in a loop over keys.
+# Bytes of spill stores + loads per thread, by triton up to 3.7 and from 3.8 on; absent: none. (head_dim, first, by_sums). At
+# D = 256 they are strides of the state, kept aside once per kernel and read once per query tile, none in a loop over keys.
 SPILLS = {(256, first, by_sums): (80, 160) for first in (False, True) for by_sums in (False, True)}
 SPILLS |= {(64, False, False): (0, 600), (128, False, False): (0, 16)}
 WAYS = [(True, True), (True, False), (False, False), (False, True)]  # first, last
