@@ -6,6 +6,7 @@ instead of waiting in a collective for one that has gone.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -37,7 +38,9 @@ def check_launcher(environment: Mapping[str, str]) -> None:
 
 def rendezvous(timeout_s: float) -> tuple[dist.Store, int, int]:
     """(store, rank, world_size) of the launcher's environment (torchrun's, or any that sets the same variables)."""
-    return next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    # torchrun starts ranks again on the store that the dead ones used, with their addresses and their last words still in it.
+    return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store), rank, world_size
 
 
 def agree(store: dist.Store, rank: int, world_size: int, *, error: str | None, config: dict | None,
