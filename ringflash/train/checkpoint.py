@@ -39,6 +39,20 @@ class ResumeError(ValueError):
     """There is no checkpoint to go on from where there should be one. Every rank raises it."""
 
 
+class _Writer(dcp.FileSystemWriter):
+    def write_data(self, plan, planner):
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            # torch.save closes its archive after a write has failed, complains about that, and hides that the disk is full.
+            cause = error.__context__
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__context__
+            if cause is None:
+                raise
+            raise OSError(cause.errno, cause.strerror) from error
+
+
 class Checkpoints:
     """The checkpoints of one run. folder: the run's, the same on all ranks (None: nothing is saved)."""
 
@@ -136,7 +150,7 @@ class Checkpoints:
 
     def _write_data(self, part: Path, state: dict[str, Tensor]) -> str | None:
         try:
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(part, sync_files=True), process_group=self.group,
+            dcp.save(state, storage_writer=_Writer(part, sync_files=True), process_group=self.group,
                      planner=dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False))
         except dcp.api.CheckpointException as error:
             # Raised on all ranks alike, unlike what a dead peer causes, which is no matter of a disk.

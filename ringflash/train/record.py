@@ -81,7 +81,7 @@ class Recorder:
             try:
                 os.fsync(self.file.fileno())
             except OSError as error:
-                self._complain(error)
+                self._complain(error.strerror)
 
     def stopped(self, step: int) -> None:
         """Leaves stopped.json: the ranks ended as they were told to, with a checkpoint."""
@@ -105,19 +105,20 @@ class Recorder:
 
     def _write(self, row: dict) -> None:
         line = (b"\n" if self.is_torn else b"") + json.dumps(row).encode() + b"\n"
+        reason = "the disk took a part of a row"
         try:
             written = self.file.write(line)
         except OSError as error:
-            # A full disk: rows are missing then, but the run is worth more.
-            written = 0
-            if not self.is_full:
-                self._complain(error)
+            written, reason = 0, error.strerror
+        if written < len(line) and not self.is_full:
+            # The run is worth more than its rows.
+            self._complain(reason)
         self.is_full = written < len(line)
         self.is_torn = self.is_full and (written > 0 or self.is_torn)
 
     @staticmethod
-    def _complain(error: OSError) -> None:
-        print(f"ringflash train: metrics.jsonl: {error.strerror}; rows may be missing", file=sys.stderr, flush=True)
+    def _complain(reason: str) -> None:
+        print(f"ringflash train: metrics.jsonl: {reason}; rows may be missing", file=sys.stderr, flush=True)
 
 
 def table(summary: dict) -> str:
