@@ -188,3 +188,19 @@ def test_shard_batch_reads_only_own_rows_and_their_successors_and_puts_the_batch
     assert valid == seq_len - len(ends) and (labelled[ends] == -100).all()
     inner = np.setdiff1d(np.arange(seq_len), ends)
     assert labelled[inner].tolist() == tokens[inner + 1].tolist()
+
+
+def test_steps_may_begin_at_any_sample_and_a_description_tells_other_data():
+    tokens, starts = np.arange(100, dtype=np.uint16), np.array([0, 30, 100])
+    dataset = PackedDataset(tokens, starts, 10, content="a")
+    # After 3 steps of 4 samples a run goes on with 8 in a step: the samples before are not served again, and none is left out.
+    origin = 3 * 4 - 3 * 8
+    served = [n for step in (3, 4) for micro in range(4) for rank in range(2)
+              for n in dataset.sample_numbers(step, micro, rank, num_micro_batches=4, dp_size=2, origin=origin)]
+    assert served == list(range(12, 28))
+    assert dataset.batch(3, 0, 1, num_micro_batches=4, dp_size=2, origin=origin)["tokens"].samples == (13,)
+    with pytest.raises(ValueError, match="origin=-12: step 0 would begin before the first sample"):
+        dataset.sample_numbers(0, 0, 0, num_micro_batches=4, dp_size=2, origin=origin)
+    same, *others = (PackedDataset(tokens, s, length, seed=seed, content=content) for s, length, seed, content in (
+        (starts, 10, 0, "a"), (starts, 20, 0, "a"), (starts, 10, 1, "a"), (starts, 10, 0, "b"), (np.array([0, 31, 100]), 10, 0, "a")))
+    assert same.description() == dataset.description() and all(other.description() != dataset.description() for other in others)
