@@ -265,6 +265,8 @@ def worker(argv: list[str]) -> int:
         return _USER_ERROR
     if rank == 0 and not given:
         print(f"{world_size} ranks, run folder {folder}", file=sys.stderr, flush=True)
+        if cfg.run.dir is None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+            _complain("torchrun started these ranks again, and without run.dir every start is a run of its own, from the first step")
     return run(cfg, store=store, rank=rank, world_size=world_size, folder=folder, stop=stop)
 
 
