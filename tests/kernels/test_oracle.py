@@ -235,3 +235,20 @@ def test_budget_wants_exact_zeros_and_infinities_where_the_mask_leaves_rows_out(
         assert not verdict.ok and verdict.why
     with pytest.raises(ValueError, match="shape"):
         budget("out", good["out"][:, :3], oracle, eager)
+
+
+def test_a_plain_float32_sum_in_order_over_a_thousand_even_keys_is_within_budget_and_errors_nine_times_as_large_are_not():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, rows, 2, 32, generator=generator) for rows in (400, 1333, 1333))
+    options = dict(causal=True, softmax_scale=0.02)
+    oracle, eager = attention_oracle(q, k, v, **options), eager_attention(q, k, v, **options)
+    scores = torch.einsum("bqhd,bkhd->bqhk", q, k) * 0.02
+    later = torch.arange(1333)[None] > torch.arange(400)[:, None] + 1333 - 400
+    p = torch.exp(scores.masked_fill(later[:, None], -torch.inf))
+    summed = torch.zeros(1, 400, 2, 32)
+    for key in range(1333):
+        summed = summed + p[..., key, None] * v[:, key, None]
+    ours = summed / p.sum(-1, keepdim=True)
+    verdict = budget("out", ours, oracle, eager)
+    assert verdict.ok and verdict.max_error > 2 * (eager.out.double() - oracle.out).abs().max(), str(verdict)
+    assert not budget("out", ours + 8 * (ours - oracle.out.float()), oracle, eager).ok

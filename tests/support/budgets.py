@@ -8,7 +8,8 @@ gradient of sinks by the eps of their dtype.
 
 Where summands cancel, the size is that of the summands (Result.magnitude), times the eps of the dtype that sums are taken in, if
 that is larger: a score's rounding does not know that lse comes out near 0, and a row with one key has dq = 0 exactly as the
-difference of two rounded numbers. In float32 this is 5 to 20 roundings instead of 2. In 16 bits it is the rounding of out that
+difference of two rounded numbers. In float32 this is 5 to 20 roundings instead of 2, and the largest error of out and dv may be
+that of a plain sum in order, whose roundings scale with the sum of |p * v| (Result.absolute). In 16 bits it is the rounding of out that
 counts: every flash backward takes delta = rowsum(dout * out) from the out it stored, where plain PyTorch has the probabilities.
 
 See Note [Budgets] in DESIGN.md. What the mask leaves out must be exact: lse -inf at exactly the same places, out, dq, dk and
@@ -66,6 +67,8 @@ def budget(name: str, ours: Tensor, oracle: Result, eager: Result) -> Verdict:
     eps_out = _eps(eager.dtype)
     slack_max, slack_rms = (2 * max(eps * size, cancelled, eps_out / 4 * through_out)
                             for size, through_out in zip((largest, rms), oracle.through_out.get(name, (0.0, 0.0))))
+    # Of the largest error alone: where a sum over many keys nearly cancels its roundings do not: one element in 100,000 shows it.
+    slack_max = max(slack_max, 2 * eps_sum * oracle.absolute.get(name, 0.0))
     (max_error, rms_error), (max_plain, rms_plain) = _max_rms(ours - reference), _max_rms(plain - reference)
     max_budget, rms_budget = 2 * max_plain + slack_max, 2 * rms_plain + slack_rms
     ok = not why and max_error <= max_budget and rms_error <= rms_budget
