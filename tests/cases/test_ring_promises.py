@@ -214,10 +214,11 @@ def test_the_public_signatures_are_the_documented_ones_in_order():
         return list(inspect.signature(function).parameters)
 
     options = ["mask", "layout", "group", "softmax_scale", "softcap", "sinks", "kernel", "exchange", "deterministic",
-               "return_lse", "rotate", "layout_k", "causal", "window_size", "cu_seqlens"]
+               "return_lse", "rotate", "layout_k", "causal", "window_size", "cu_seqlens", "routing"]
     assert names(ring_attention) == ["q", "k", "v", *options]
     defaults = [p.default for p in inspect.signature(ring_attention).parameters.values()][3:]
-    assert defaults == [None, "zigzag", None, None, 0.0, None, "auto", "auto", False, False, "auto", None, None, None, None]
+    assert defaults == [None, "zigzag", None, None, 0.0, None, "auto", "auto", False, False, "auto", None, None, None, None,
+                        "auto"]
     assert set(options) - {"group"} | {"cp_size"} <= set(names(simulate))
     assert names(Mask) == ["causal", "window_size", "cu_seqlens", "cu_seqlens_k", "prefix_lens", "chunk_size", "first_tokens"]
     assert names(Layout)[:5] == ["kind", "seq_len", "cp_size", "masks", "ulysses_size"]

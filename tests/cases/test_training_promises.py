@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ringflash.config import AttentionConfig, Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
 from ringflash.data import PackedDataset
 from ringflash.train import loop
+from ringflash.train.stopping import StopRequest
 from ringflash.train.text import Data
 from ringflash.train.trainer import Trainer
 from ringflash.train.world import single
@@ -72,7 +73,7 @@ def test_kernels_are_compiled_before_any_rank_waits_for_another(monkeypatch, tmp
     monkeypatch.setattr(loop, "connect", connect)
     cfg = Config(attention=AttentionConfig(deterministic=True))
     with pytest.raises(Stop):
-        loop.run(cfg, store=None, rank=0, world_size=1, folder=tmp_path)
+        loop.run(cfg, store=None, rank=0, world_size=1, folder=tmp_path, stop=StopRequest())
     (first, dtype, head_dim, options), second = order
     assert (first, second) == ("warmup", "connect") and (dtype, head_dim) == (torch.float32, 32)
     assert options == {"batch": 1, "num_heads": 4, "num_kv_heads": 2, "deterministic": True, "softcap": 0.0}
