@@ -1,11 +1,11 @@
 # make demo   trains the quickstart on this machine, evaluates, plots, and proves that same model equal on one rank
 # make test   the test suite
-# Both build .venv first. PYTHON=python3.12 picks another interpreter (3.10 or newer); PIP_FLAGS="..." reaches pip.
+# Both build .venv first. PYTHON=python3.12 picks another interpreter (3.10 or newer); PIP_FLAGS="..." reaches pip, PYTEST_FLAGS pytest.
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP_FLAGS ?=
-PYTEST_FLAGS ?=
+PYTEST_FLAGS ?= -n 2 --dist worksteal
 
 .PHONY: demo test clean
 .DELETE_ON_ERROR:
