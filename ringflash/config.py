@@ -9,7 +9,9 @@ import math
 from dataclasses import dataclass, field
 
 from ringflash.checkpointing import CheckpointConfig, checkpoint_problems
+from ringflash.data_options import NUM_TOKENS, POSITIONS, DataConfig, data_problems  # noqa: F401
 from ringflash.degrees import ParallelConfig, degrees_of, divisors, nearest, ulysses_problems
+from ringflash.rotary import RopeScaling, rope_problems
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "balanced", "auto")
 KERNELS = ("auto", "hopper", "triton", "cpu", "reference")
@@ -24,7 +26,6 @@ LAYERS = ("global", "window", "chunk")
 LATER = {"train.dtype": ("fp16",)}
 MAX_HEAD_DIM = 256
 SOFTCAP_RANGE = (1e-30, 1e30)
-NUM_TOKENS = 257  # ringflash.data.VOCAB_SIZE
 
 
 @dataclass
@@ -45,20 +46,9 @@ class ModelConfig:
     loss_chunk_rows: int = 1024  # rows of fp32 logits that exist at a time
     softcap: float = 0.0  # attention scores are c * tanh(score / c); 0: as they are
     sinks: bool = False  # a learnt logit per head and layer that takes its share of each row's softmax
-
-
-@dataclass
-class DataConfig:
-    """Text, byte by byte, packed to seq_len."""
-
-    path: str | None = None  # a file, a glob or a folder; None: the running Python's own library
-    pattern: str = "**/*"  # which files under a folder
-    cache_dir: str = "outputs/cache"
-    seq_len: int = 1024
-    batch_size: int = 1  # sequences per micro-batch and dp rank
-    document_mask: bool = True  # attention stays inside documents; needs batch_size 1
-    heldout_fraction: float = 0.05  # of the documents, for evaluation
-    max_bytes: int | None = None  # read no more text than this
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    qk_norm: bool = False  # q and k of every head through an RMSNorm of their own, before they are turned
+    z_loss: float = 0.0  # in training the loss has z_loss * logsumexp(logits) ** 2 per token added; 0: off
 
 
 @dataclass
@@ -179,8 +169,10 @@ def _model(cfg: Config) -> list[str]:
     keys = ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "loss_chunk_rows")
     problems = _at_least(cfg, 1, *(f"model.{key}" for key in keys))
     problems += _positive(cfg, "model.rope_base", "model.norm_eps", "model.init_std")
+    problems += _at_least(cfg, 0, "model.z_loss")
     if problems:
         return problems
+    problems += rope_problems(m.rope_scaling, m.rope_base)
     low, high = SOFTCAP_RANGE
     if m.softcap and not low <= m.softcap <= high:
         problems.append(f"model.softcap={m.softcap}: must be 0 (none) or from {low} to {high}; "
@@ -203,24 +195,7 @@ def _model(cfg: Config) -> list[str]:
 
 
 def _data(cfg: Config) -> list[str]:
-    d = cfg.data
-    # One token gives no label: the label of a token is the next one.
-    problems = _at_least(cfg, 2, "data.seq_len") + _at_least(cfg, 1, "data.batch_size")
-    if d.path == "":
-        problems.append("data.path='': names no file; a file, a glob or a folder, e.g. data.path=my_texts "
-                        "(null: the Python library)")
-    if d.document_mask and d.batch_size > 1:
-        problems.append(f"data.batch_size={d.batch_size}: packed documents (data.document_mask=true) need "
-                        "batch_size 1, since all rows of a batch share one mask; nearest: 1, with "
-                        f"train.accumulation={d.batch_size * cfg.train.accumulation}")
-    if not 0 < d.heldout_fraction < 1:
-        problems.append(f"data.heldout_fraction={d.heldout_fraction}: a share of the documents, above 0 and below 1")
-    if d.max_bytes is not None and d.max_bytes < 1:
-        problems.append(f"data.max_bytes={d.max_bytes}: must be at least 1, or null for all of the text")
-    if cfg.model.vocab_size < NUM_TOKENS:
-        problems.append(f"model.vocab_size={cfg.model.vocab_size}: the tokens are 256 bytes and the start of a document; "
-                        f"nearest: {NUM_TOKENS}")
-    return problems
+    return data_problems(cfg.data, cfg.model.vocab_size, cfg.train.accumulation)
 
 
 def _attention(cfg: Config) -> list[str]:

@@ -3,6 +3,8 @@
 The extra memory of head and loss, beyond hidden and its gradient, is one chunk of logits and one fp32 weight gradient: it
 depends on chunk_rows and the vocabulary, never on the sequence length. Logits are made again in the backward.
 """
+import math
+
 import torch
 from torch import Tensor
 
@@ -11,8 +13,8 @@ CHUNK_ROWS = 1024
 
 
 def chunked_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk_rows: int = CHUNK_ROWS,
-                          ignore_index: int = IGNORE_INDEX) -> tuple[Tensor, Tensor]:
-    """Sum over valid rows of -log softmax(hidden @ weight.T)[label].
+                          ignore_index: int = IGNORE_INDEX, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Sum over valid rows of -log softmax(hidden @ weight.T)[label] + z_loss * logsumexp(hidden @ weight.T) ** 2.
 
     hidden  [..., D]  fp16, bf16, fp32 or fp64
     weight  [V, D]
@@ -23,7 +25,9 @@ def chunked_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, chu
     used, whatever it holds, and gets gradient 0. Logits and softmax are fp32; weight's gradient is summed over chunks in fp32
     and rounded to its dtype once. Under autocast the operands of the products are rounded to its dtype, and nothing else.
 
-    Raises ValueError for shapes that do not fit, labels that are no int64, chunk_rows < 1.
+    z_loss > 0 (PaLM: 1e-4) holds the logits' normaliser near 1, so that they do not drift.
+
+    Raises ValueError for shapes that do not fit, labels that are no int64, chunk_rows < 1, z_loss that is no finite number >= 0.
     """
     if hidden.ndim < 1 or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(f"hidden [..., D] and weight [V, D] must share D, got {tuple(hidden.shape)} and {tuple(weight.shape)}")
@@ -33,9 +37,11 @@ def chunked_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, chu
         raise ValueError(f"labels must be int64, got {labels.dtype}")
     if chunk_rows < 1:
         raise ValueError(f"chunk_rows={chunk_rows}: must be at least 1")
+    if not 0 <= z_loss < math.inf:
+        raise ValueError(f"z_loss={z_loss}: must be a finite number >= 0")
     labels = labels.reshape(-1)
     loss_sum = _ChunkedCrossEntropy.apply(hidden.reshape(-1, hidden.shape[-1]), weight, labels, chunk_rows, ignore_index,
-                                          _operand_dtype(hidden, weight))
+                                          _operand_dtype(hidden, weight), z_loss)
     return loss_sum, (labels != ignore_index).sum()
 
 
@@ -60,9 +66,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_rows: int, ignore_index: int,
-                operand: torch.dtype) -> Tensor:
+                operand: torch.dtype, z_loss: float) -> Tensor:
         ctx.save_for_backward(hidden, weight, labels)
-        ctx.chunk_rows, ctx.ignore_index, ctx.operand = chunk_rows, ignore_index, operand
+        ctx.chunk_rows, ctx.ignore_index, ctx.operand, ctx.z_loss = chunk_rows, ignore_index, operand, z_loss
         dtype = torch.float64 if operand == torch.float64 else torch.float32
         # fp64 across chunks: a million fp32 terms of the same sign would lose three digits of the mean.
         loss_sum = torch.zeros((), dtype=torch.float64, device=hidden.device)
@@ -71,6 +77,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             for rows in _chunks(hidden.shape[0], chunk_rows):
                 _, target, valid, logits, lse = _chunk(hidden, w, labels, rows, ignore_index, dtype)
                 loss = lse - logits.gather(1, target[:, None])[:, 0]
+                if z_loss:
+                    loss = loss + z_loss * lse.square()
                 loss_sum += torch.where(valid, loss, 0.0).sum(dtype=torch.float64)
         return loss_sum.to(dtype)
 
@@ -86,6 +94,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             for rows in _chunks(hidden.shape[0], ctx.chunk_rows):
                 real, target, valid, logits, lse = _chunk(hidden, w, labels, rows, ctx.ignore_index, dtype)
                 dlogits = logits.sub_(lse[:, None]).exp_()
+                if ctx.z_loss:
+                    # d lse^2 = 2 lse softmax
+                    dlogits.mul_((1 + 2 * ctx.z_loss * lse)[:, None])
                 dlogits.scatter_add_(1, target[:, None], dlogits.new_full((len(target), 1), -1.0))
                 dlogits = torch.where(valid[:, None], dlogits, 0.0)
                 if dlogits.is_cuda:
@@ -95,7 +106,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                     dhidden[rows] = (_matmul(dlogits, w, dtype) * dloss).to(hidden.dtype)
                 if need_weight:
                     dweight += _matmul(dlogits.t(), real, dtype)
-        return dhidden, (dweight * dloss).to(weight.dtype) if need_weight else None, None, None, None, None
+        return dhidden, (dweight * dloss).to(weight.dtype) if need_weight else None, None, None, None, None, None
 
 
 def _chunks(num_rows: int, chunk_rows: int) -> list[slice]:

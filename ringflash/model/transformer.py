@@ -6,13 +6,14 @@ their global positions. A rank without rows runs it too, on zero rows: same grap
 import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..loss import CHUNK_ROWS, chunked_cross_entropy
+from ..rotary import RopeScaling, rope_problems
 from .embedding import deterministic_embedding
 from .rope import rope_cos_sin, rope_rotate
 
@@ -39,6 +40,9 @@ class ModelConfig:
     loss_chunk_rows: int = CHUNK_ROWS  # rows of fp32 logits that exist at a time
     softcap: float = 0.0  # attention scores are c * tanh(score / c); 0: as they are
     sinks: bool = False  # a learnt logit per head and layer that takes its share of each row's softmax
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    qk_norm: bool = False  # q and k of every head through an RMSNorm of their own, before they are turned
+    z_loss: float = 0.0  # in training the loss has z_loss * logsumexp(logits) ** 2 per token added; 0: off
 
     @property
     def resolved_head_dim(self) -> int:
@@ -54,6 +58,10 @@ class ModelConfig:
                 raise ValueError(f"model.{key}={getattr(self, key)}: must be greater than 0")
         if not 0 <= self.softcap < math.inf:
             raise ValueError(f"model.softcap={self.softcap}: must be a finite number >= 0; nearest: 0 (none)")
+        if not 0 <= self.z_loss < math.inf:
+            raise ValueError(f"model.z_loss={self.z_loss}: must be a finite number >= 0; nearest: 0 (off)")
+        for problem in rope_problems(self.rope_scaling, self.rope_base):
+            raise ValueError(problem)
         if self.num_heads % self.num_kv_heads:
             valid = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             raise ValueError(f"model.num_kv_heads={self.num_kv_heads}: must divide model.num_heads={self.num_heads}; "
@@ -122,6 +130,7 @@ class SelfAttention(nn.Module):
         self.wk = Linear(config.dim, config.num_kv_heads * self.head_dim)
         self.wv = Linear(config.dim, config.num_kv_heads * self.head_dim)
         self.wo = Linear(config.num_heads * self.head_dim, config.dim)
+        self.q_norm, self.k_norm = (RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None for _ in range(2))
         # Passed on only where the model has them: an attention for plain models need not know of them.
         self.options = {"softcap": config.softcap} if config.softcap else {}
         self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
@@ -130,6 +139,8 @@ class SelfAttention(nn.Module):
         """x [B, S, dim], cos, sin fp32 [S, D // 2] -> [B, S, dim]."""
         # The head count is read from the weights, so that x with zero rows has a shape too.
         q, k, v = (w(x).unflatten(-1, (w.out_features // self.head_dim, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         options = self.options if self.sinks is None else {**self.options, "sinks": self.sinks}
         out = self.attention(rope_rotate(q, cos, sin), rope_rotate(k, cos, sin), v, layout=layout, mask=mask, **options)
         return self.wo(out.flatten(-2))
@@ -166,12 +177,14 @@ class LossHead(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.chunk_rows = config.loss_chunk_rows
+        self.chunk_rows, self.z_loss = config.loss_chunk_rows, config.z_loss
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim))
 
     def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """hidden [B, S, dim], labels int64 [B, S] -> sum of the losses of valid rows, fp32 scalar."""
-        return chunked_cross_entropy(hidden, self.weight, labels, chunk_rows=self.chunk_rows)[0]
+        """hidden [B, S, dim], labels int64 [B, S] -> sum of the losses of valid rows, fp32 scalar. In eval mode without z-loss:
+        what is reported there is the cross-entropy."""
+        return chunked_cross_entropy(hidden, self.weight, labels, chunk_rows=self.chunk_rows,
+                                     z_loss=self.z_loss if self.training else 0.0)[0]
 
 
 class Transformer(nn.Module):
@@ -226,7 +239,7 @@ class Transformer(nn.Module):
         if labels is not None and labels.shape != tokens.shape:
             raise ValueError(f"labels must have the shape of tokens {tuple(tokens.shape)}, got {tuple(labels.shape)}")
         # Once per forward, for all layers.
-        cos, sin = rope_cos_sin(positions, self.config.resolved_head_dim, self.config.rope_base)
+        cos, sin = rope_cos_sin(positions, self.config.resolved_head_dim, self.config.rope_base, self.config.rope_scaling)
         x = self.embedding(tokens)
         masks = getattr(layout, "masks", ())
         for index, layer in enumerate(self.layers):

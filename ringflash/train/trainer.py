@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,7 +57,8 @@ def select_kernel(cfg: Config, device: torch.device) -> dispatch.Backend:
 
 
 def model_config(cfg: Config) -> ModelConfig:
-    return ModelConfig(**dataclasses.asdict(cfg.model))
+    # Not asdict: that would make a dict of rope_scaling.
+    return ModelConfig(**{f.name: getattr(cfg.model, f.name) for f in dataclasses.fields(cfg.model)})
 
 
 def layer_masks(attention: AttentionConfig) -> tuple[Mask, ...]:
@@ -66,6 +68,12 @@ def layer_masks(attention: AttentionConfig) -> tuple[Mask, ...]:
     if attention.chunk_size is not None:
         kinds["chunk"] = Mask(chunk_size=attention.chunk_size)
     return tuple(kinds[kind] for kind in attention.layers or ["window"])
+
+
+def document_positions(cu_seqlens: np.ndarray) -> np.ndarray:
+    """Of each token of a sample, int64 [cu_seqlens[-1]]: how many tokens of its document (or of what is left of it) precede it."""
+    lengths = np.diff(cu_seqlens.astype(np.int64))
+    return np.arange(int(cu_seqlens[-1]), dtype=np.int64) - np.repeat(cu_seqlens[:-1].astype(np.int64), lengths)
 
 
 class Trainer:
@@ -153,6 +161,8 @@ class Trainer:
     def shard(self, batch: dict) -> ShardedBatch:
         """This rank's rows of a micro-batch of its ring; all ranks of the ring agree on mask, layout and batch here."""
         attention, world = self.cfg.attention, self.world
+        if self.cfg.data.positions == "document":
+            batch = batch | {"positions": document_positions(batch["cu_seqlens"])}
         return shard_batch(batch, attention.layout, group=world.cp_group, masks=layer_masks(attention),
                            device=world.device)
 

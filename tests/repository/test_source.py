@@ -15,8 +15,9 @@ NOTE = re.compile(r"Note \[([^\]\n]+)\]")
 ALLOWED = {
     "kernels": set(),
     "ring": {"kernels", "mask", "layout"},
-    "model": {"loss"},
+    "model": {"loss", "rotary"},
     "loss": set(),
+    "rotary": set(),
     "data": set(),
 }
 
