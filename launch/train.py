@@ -5,9 +5,10 @@
     torchrun ... launch/train.py experiment=eight_gpus       under torchrun (or any launcher that sets RANK): is one rank
     python launch/train.py --resume outputs/run-... [...]    either way: the overrides of that run, its folder, its last checkpoint
 
-Plain, this process never trains: it composes and validates the configuration, looks at the data, makes the folder, writes
-.hydra/ into it and starts torchrun with the composed configuration, so every rank reads the same one. Under torchrun the ranks
-compose for themselves, compare notes through the store, and rank 0 makes the folder that all of them use.
+Plain, this process never trains: it composes and validates the configuration, looks at the data, makes the folder and starts
+torchrun (train_agent.py) with the composed configuration, so every rank reads the same one. Under torchrun the ranks compose for
+themselves, compare notes through the store, and rank 0 makes the folder that all of them use. Either way rank 0 writes .hydra/ once
+the folder is its own and the checkpoint in it fits: a start that is refused leaves what --resume reads as it was.
 """
 from __future__ import annotations
 
@@ -35,13 +36,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ringflash.config import Config, validate
 from ringflash.train.checkpoint_files import FOLDER, candidates
-from ringflash.train.folder import STOPPED, claim_run_folder, make_run_folder
+from ringflash.train.exit_codes import REFUSED
+from ringflash.train.folder import claim_run_folder, make_run_folder, stop_mark, write_description
 from ringflash.train.text import open_data
 
 CONFIGS = "ringflash.configs"
 _RUN_FOLDER = "--run-folder"
 _RESUME = "--resume"
-_USER_ERROR = 2
+_COMPOSED = "RINGFLASH_COMPOSED"  # in the ranks' environment: .hydra's files as JSON
+_OPTIONAL_GROUPS = ("experiment", "debug")
 _INTERRUPT_GRACE_S = 5.0
 
 
@@ -51,6 +54,7 @@ def main(argv: list[str] | None = None) -> None:
     register_schema()
     try:
         argv = of_resumed_run(argv)
+        check_overrides(argv)
     except (ValueError, OSError) as error:
         _refuse(str(error))
     if "RANK" in os.environ:
@@ -64,7 +68,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         hydra.main(version_base="1.3", config_path=f"pkg://{CONFIGS}", config_name="train")(launch)()
     except SystemExit as leaving:
-        for hint in misspelt(argv) if leaving.code in (1, _USER_ERROR) else ():
+        for hint in misspelt(argv) if leaving.code in (1, REFUSED) else ():
             print(f"ringflash train: {hint}", file=sys.stderr)
         raise
 
@@ -89,6 +93,19 @@ def of_resumed_run(argv: list[str]) -> list[str]:
     kept = [word for word in OmegaConf.to_container(OmegaConf.load(saved)) if word.split("=")[0].lstrip("+~") not in given]
     quoted = str(folder.resolve()).replace("\\", "\\\\").replace("'", "\\'")
     return [*kept, *rest, f"run.dir='{quoted}'"]
+
+
+def check_overrides(words: list[str]) -> None:
+    """ValueError for an override that takes a whole group away: the dataclasses' defaults would silently stand in for it."""
+    groups = {field.name for field in dataclasses.fields(Config)}
+    for word in words:
+        key, _, value = word.partition("=")
+        group = key.lstrip("~").split("@")[0]
+        if (key.startswith("~") or value.strip().lower() in ("null", "[]")) and group in groups:
+            raise ValueError(f"{word}: {group} cannot be taken away, a run needs one; nearest: {group}=NAME, a file of configs/{group}/, "
+                             "or leave it out")
+        if key.startswith("~") and group not in _OPTIONAL_GROUPS and not group.startswith("hydra"):
+            raise ValueError(f"{word}: every key has a value, and none can be taken away; nearest: {group}=VALUE, or leave it out")
 
 
 def misspelt(argv: list[str]) -> list[str]:
@@ -117,14 +134,21 @@ def launch(composed: DictConfig) -> float | None:
         nproc = num_workers(cfg)
         validate(cfg, nproc)
         check_world(cfg, nproc)
+        overrides = OmegaConf.to_container(HydraConfig.get().overrides.task)
+        check_overrides(overrides)
         folder = parent_folder(cfg)
-        write_hydra_folder(folder, composed, OmegaConf.to_container(HydraConfig.get().overrides.task), HydraConfig.instance().cfg)
+        texts = description(composed, overrides, HydraConfig.instance().cfg)
+        if not cfg.checkpoint.every:
+            # Without checkpoints there is no lock: this is what keeps another start out.
+            write_description(folder, texts)
     except (ValueError, OSError, OmegaConfBaseException) as error:
         _refuse(str(error))
     print(f"{nproc} rank{'s' if nproc > 1 else ''}, run folder {folder}", file=sys.stderr, flush=True)
-    (folder / STOPPED).unlink(missing_ok=True)
-    code = run_torchrun(nproc, folder, cpu=_on_cpu(cfg), restarts=cfg.checkpoint.restarts)
-    if (folder / STOPPED).exists():
+    stopped_before = stop_mark(folder)
+    code = run_torchrun(nproc, folder, texts, cpu=_on_cpu(cfg), restarts=cfg.checkpoint.restarts)
+    if code == REFUSED:
+        sys.exit(code)
+    if stop_mark(folder) not in (None, stopped_before):
         # torchrun's own code says that it was told to stop. The run is as whole as one can be that is not finished.
         sys.exit(0)
     if code:
@@ -182,29 +206,20 @@ def resumes(cfg: Config) -> bool:
     return cfg.checkpoint.resume == "auto" and cfg.checkpoint.every > 0
 
 
-def write_hydra_folder(folder: Path, composed: DictConfig, overrides: list[str], hydra_cfg: DictConfig | None) -> None:
-    """<folder>/.hydra/{config,overrides,hydra}.yaml, the names Hydra itself uses. A resumed run's earlier one becomes .hydra-1, ...,
-    where its configuration was another."""
-    target = folder / ".hydra"
-    if (target / "config.yaml").exists() and (target / "config.yaml").read_text() == OmegaConf.to_yaml(composed):
-        return
-    if target.exists():
-        target.rename(folder / f".hydra-{1 + len(list(folder.glob('.hydra-*')))}")
-    target.mkdir()
-    OmegaConf.save(composed, target / "config.yaml")
-    (target / "overrides.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(overrides)))
+def description(composed: DictConfig, overrides: list[str], hydra_cfg: DictConfig | None) -> dict[str, str]:
+    """{name: text} of what .hydra/ will hold."""
+    texts = {"config.yaml": OmegaConf.to_yaml(composed), "overrides.yaml": OmegaConf.to_yaml(OmegaConf.create(overrides))}
     if hydra_cfg is not None:
-        (target / "hydra.yaml").write_text(OmegaConf.to_yaml(OmegaConf.masked_copy(hydra_cfg, "hydra")))
+        texts["hydra.yaml"] = OmegaConf.to_yaml(OmegaConf.masked_copy(hydra_cfg, "hydra"))
+    return texts
 
 
-def run_torchrun(nproc: int, folder: Path, *, cpu: bool, restarts: int = 0) -> int:
-    """Starts the ranks and waits for them. SIGTERM and Ctrl-C reach them; returns torchrun's exit code."""
-    # A file where there is one to run, else the installed module.
-    checkout = (Path(__file__).resolve().parents[1] / "pyproject.toml").is_file()
-    target = [str(Path(__file__).resolve())] if checkout else ["-m", "ringflash.launch.train"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc),
-               "--max-restarts", str(restarts), *target, _RUN_FOLDER, str(folder)]
-    env = dict(os.environ)
+def run_torchrun(nproc: int, folder: Path, texts: dict[str, str], *, cpu: bool, restarts: int = 0) -> int:
+    """Starts the ranks and waits for them. SIGTERM and Ctrl-C reach them; returns the exit code of
+    train_agent.py."""
+    agent = Path(__file__).resolve().with_name("train_agent.py")
+    command = [sys.executable, str(agent), str(os.getpid()), str(nproc), str(restarts), str(folder)]
+    env = os.environ | {_COMPOSED: json.dumps(texts)}
     if cpu:
         # torchrun would give each rank one thread; the ranks share the cores evenly instead.
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -237,13 +252,13 @@ def worker(argv: list[str]) -> int:
         check_launcher(os.environ)
     except ValueError as problem:
         _complain(str(problem))
-        return _USER_ERROR
-    stop = leave_on_signals()
-    composed = cfg = error = None
+        return REFUSED
+    stop = leave_on_signals(without_parent="TORCHELASTIC_RUN_ID" in os.environ)
+    cfg = error = texts = None
     given = Path(argv[1]) if argv[:1] == [_RUN_FOLDER] else None
     try:
-        composed = OmegaConf.load(given / ".hydra" / "config.yaml") if given else compose(argv)
-        cfg = to_config(composed)
+        texts = json.loads(os.environ[_COMPOSED]) if given else description(compose(argv), argv, None)
+        cfg = to_config(OmegaConf.create(texts["config.yaml"]))
         validate(cfg, int(os.environ["WORLD_SIZE"]))
         check_world(cfg, int(os.environ.get("LOCAL_RANK", "0")) + 1)
     except (ValueError, OSError, HydraException, OmegaConfBaseException) as problem:
@@ -253,7 +268,8 @@ def worker(argv: list[str]) -> int:
         if given:
             return given
         folder = claim_run_folder(cfg.run.dir, resume=resumes(cfg)) if cfg.run.dir else make_run_folder(cfg.run.root, cfg.run.name)
-        write_hydra_folder(folder, composed, argv, None)
+        if not cfg.checkpoint.every:
+            write_description(folder, texts)
         return folder
 
     timeout_s = cfg.parallel.timeout_s if cfg else 60.0
@@ -262,12 +278,13 @@ def worker(argv: list[str]) -> int:
         folder = agree(store, rank, world_size, error=error, config=dataclasses.asdict(cfg) if cfg else None,
                        make_folder=make_folder, timeout_s=timeout_s, speak=_complain)
     except StartError:
-        return _USER_ERROR
+        return REFUSED
     if rank == 0 and not given:
         print(f"{world_size} ranks, run folder {folder}", file=sys.stderr, flush=True)
         if cfg.run.dir is None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
             _complain("torchrun started these ranks again, and without run.dir every start is a run of its own, from the first step")
-    return run(cfg, store=store, rank=rank, world_size=world_size, folder=folder, stop=stop)
+    return run(cfg, store=store, rank=rank, world_size=world_size, folder=folder, stop=stop,
+               accepted=lambda: write_description(folder, texts))
 
 
 def compose(argv: list[str]) -> DictConfig:
@@ -300,7 +317,7 @@ def _complain(message: str) -> None:
 
 def _refuse(message: str) -> None:
     _complain(message)
-    sys.exit(_USER_ERROR)
+    sys.exit(REFUSED)
 
 
 if __name__ == "__main__":

@@ -171,29 +171,36 @@ class Checkpoints:
 
     # Resuming
 
-    def restore(self) -> dict | None:
+    def restore(self, accepted: Callable[[], None] = lambda: None) -> dict | None:
         """Loads what checkpoint.resume names and returns its manifest; None for a run from the beginning.
 
         Raises ResumeError where a checkpoint should be and none is whole, or it does not fit this configuration; and where root
-        cannot be written or another process writes there.
+        cannot be written or another process writes there. Else every rank calls accepted(), before anything in the folder changes.
         """
         failure = self._first(self._open) if self.root is not None else None
         if failure is not None:
             raise ResumeError(f"checkpoint.every={self.options.every}: checkpoints cannot be saved in {self.root}: {failure}; "
                               "nearest: another run.dir, or checkpoint.every=0")
         where = {"none": None, "auto": self.root}.get(self.options.resume, Path(self.options.resume))
-        if where is None:
-            return None
-        paths = self._broadcast([str(path) for path in files.candidates(where)] if self.world.rank == 0 else None)
+        mine = [str(path) for path in files.candidates(where)] if where is not None and self.world.rank == 0 else []
+        paths = self._broadcast(mine) if where is not None else []
         for path in map(Path, paths):
             manifest = self._verified(path)
             if manifest is not None:
-                self._load(path, manifest)
+                self._load(path, manifest, accepted)
                 return manifest
-        if paths or self.options.resume != "auto":
+        if paths or self.options.resume not in ("auto", "none"):
             raise ResumeError(f"checkpoint.resume={self.options.resume}: {where} holds no whole checkpoint; "
                               "checkpoint.resume=none and another run.dir start from the beginning")
+        self._take(None, accepted)
         return None
+
+    def _take(self, step: int | None, accepted: Callable[[], None]) -> None:
+        """The folder is this run's. Removes what a killed run left, and with `step` sets newer checkpoints than that aside."""
+        accepted()
+        failure = self._first(lambda: self._clear(step)) if self.root is not None else None
+        if failure is not None:
+            raise ResumeError(f"{self.root}: {failure}")
 
     def _open(self) -> None:
         """Rank 0, before any step: the folder can be written, and is ours."""
@@ -205,8 +212,6 @@ class Checkpoints:
             raise OSError(error.errno, "another process is training in this run folder") from error
         except OSError as error:
             _say(f"{self.root} has no locks ({error.strerror}): nothing keeps a second run out of it")
-        for name in files.clear_leftovers(self.root):
-            _say(f"{name} was never finished: removed")
 
     def _verified(self, path: Path) -> dict | None:
         """The manifest of a whole checkpoint; else None, after rank 0 has said what is wrong."""
@@ -226,7 +231,7 @@ class Checkpoints:
             _say(f"{path} is passed over: {'; '.join(problems)}")
         return None if problems else manifest
 
-    def _load(self, path: Path, manifest: dict) -> None:
+    def _load(self, path: Path, manifest: dict, accepted: Callable[[], None]) -> None:
         trainer, step = self.trainer, manifest["step"]
         changed = _changes(manifest["config"], dataclasses.asdict(self.cfg))
         if step > self.cfg.train.steps:
@@ -257,16 +262,18 @@ class Checkpoints:
         trainer.start_at(step, manifest["sample"] if is_same_data else 0)
         if self.root is not None and path.parent.resolve() == self.root.resolve():
             self.saved = step
-            self._check(self._first(lambda: self._set_aside(step)))
+        self._take(self.saved, accepted)
         if self.world.rank == 0:
             _say(f"goes on after step {step}, sample {trainer.first_sample(step)}, from {path}"
                  + ("" if same_ranks else f"; saved on {_ranks(manifest['ranks'])}, now {_ranks(ranks)}: equal within rounding")
                  + ("" if is_same_data else "; the data is another, and is read from its beginning")
                  + (f"; changed: {'; '.join(changed)}" if changed else ""))
 
-    def _set_aside(self, step: int) -> None:
+    def _clear(self, step: int | None) -> None:
+        for name in files.clear_leftovers(self.root):
+            _say(f"{name} was never finished: removed")
         for newer, folder in files.whole(self.root):
-            if newer > step:
+            if step is not None and newer > step:
                 _say(f"{folder.name} is now {files.set_aside(folder).name}")
 
     # State
@@ -304,10 +311,6 @@ class Checkpoints:
             except OSError as error:
                 failure = self._named(0, error)
         return self._broadcast(failure)
-
-    def _check(self, failure: str | None) -> None:
-        if failure is not None:
-            raise ResumeError(f"{self.root}: {failure}")
 
     def _broadcast(self, item):
         items = [item]

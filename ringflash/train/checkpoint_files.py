@@ -20,6 +20,7 @@ from pathlib import Path
 FOLDER = "checkpoints"
 MANIFEST = "manifest.json"
 FORMAT = 1
+_FIELDS = {"step": int, "sample": int, "progress": dict, "data": object, "ranks": dict, "config": dict, "files": dict}
 _WHOLE = re.compile(r"step-(\d{8,})")
 _BLOCK = 4 * 2**20
 
@@ -95,8 +96,14 @@ def read_manifest(folder: Path) -> dict:
         raise DamagedError(f"{MANIFEST} is not what was written ({type(error).__name__})") from error
     if _digest_of(content) != said:
         raise DamagedError(f"{MANIFEST} holds other bytes than were written")
-    if content["format"] != FORMAT:
-        raise DamagedError(f"{MANIFEST} has format {content['format']}, this version reads {FORMAT}")
+    found = content.get("format", "none") if isinstance(content, dict) else "none"
+    if found != FORMAT:
+        raise DamagedError(f"{MANIFEST} has format {found}, this version reads {FORMAT}")
+    wrong = [name for name, kind in _FIELDS.items() if name not in content or not isinstance(content[name], kind)]
+    wrong += [f"ranks.{name}" for name in ("dp", "cp", "device") if not wrong and name not in content["ranks"]]
+    wrong += [name for name, file in content["files"].items() if not isinstance(file, dict) or "bytes" not in file] if not wrong else []
+    if wrong:
+        raise DamagedError(f"{MANIFEST} lacks {', '.join(wrong)}, or has them as something else")
     return content
 
 

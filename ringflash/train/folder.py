@@ -1,6 +1,8 @@
 """The folder of a run: made once, by one process, never shared by two runs; taken again by a run that goes on."""
 from __future__ import annotations
 
+import os
+import shutil
 import time
 from pathlib import Path
 
@@ -37,6 +39,43 @@ def claim_run_folder(folder: str | Path, *, resume: bool = False) -> Path:
             raise ValueError(f"run.dir={folder}: holds a run already ({leftover}); name another folder, or leave run.dir=null")
     _make(folder, f"run.dir={folder}")
     return folder
+
+
+def write_description(folder: Path, texts: dict[str, str]) -> None:
+    """<folder>/.hydra/{config,overrides,...}.yaml, the names Hydra itself uses, from {name: text}. A resumed run's earlier one is
+    kept as .hydra-1, ..., where its configuration was another.
+
+    For whoever holds the folder: --resume reads what stands here. A kill on the way leaves each file old or new, never none.
+    """
+    target = folder / ".hydra"
+    if (target / "config.yaml").exists() and (target / "config.yaml").read_text() == texts["config.yaml"]:
+        return
+    if (target / "overrides.yaml").exists():
+        number = 1
+        while (folder / f".hydra-{number}").exists():
+            number += 1
+        part = folder / ".hydra.part"
+        shutil.rmtree(part, ignore_errors=True)
+        shutil.copytree(target, part)
+        part.rename(folder / f".hydra-{number}")
+    target.mkdir(exist_ok=True)
+    # config.yaml last: it says above that all were written.
+    for name in sorted(texts, key=lambda name: name == "config.yaml"):
+        part = target / f"{name}.part"
+        part.write_text(texts[name])
+        os.replace(part, target / name)
+    for path in target.iterdir():
+        if path.name not in texts:
+            path.unlink()
+
+
+def stop_mark(folder: Path) -> tuple[int, int] | None:
+    """Which stopped.json is there: every one has another mark. None without one."""
+    try:
+        found = (folder / STOPPED).stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def _make(folder: Path, key: str) -> None:

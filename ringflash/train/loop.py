@@ -6,7 +6,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ from ringflash.config import Config, parallel_degrees
 from ringflash.ring import watchdog
 from ringflash.ring.heads import HeadSplit
 from ringflash.train.checkpoint import Checkpoints, ResumeError, SaveError
+from ringflash.train.exit_codes import REFUSED, TOLD
 from ringflash.train.record import Recorder, save_weights
 from ringflash.train.stopping import StopRequest
 from ringflash.train.text import Data, open_data
@@ -50,15 +51,17 @@ class Progress:
         self.last_losses = [*self.last_losses, result.loss][-_LAST_STEPS:]
 
 
-def train(cfg: Config, world: World, data: Data, folder: Path | None, stop: StopRequest | None = None) -> dict | None:
+def train(cfg: Config, world: World, data: Data, folder: Path | None, stop: StopRequest | None = None,
+          accepted: Callable[[], None] | None = None) -> dict | None:
     """All steps and evaluations that cfg asks for and the folder's checkpoints do not have yet; returns the summary, or None when
-    stopped on the way, with a checkpoint. Rank 0 writes into `folder`, which all ranks know (None: nowhere, and no checkpoints).
+    stopped on the way, with a checkpoint. Rank 0 writes into `folder`, which all ranks know (None: nowhere, and no checkpoints), and
+    calls accepted() before it changes anything there: the folder is this run's, and the checkpoint is one to go on from.
 
     Every rank raises the same: NonFiniteError, SaveError, ResumeError."""
     stop = StopRequest() if stop is None else stop
     trainer = Trainer(cfg, world, data, stop.asked)
     checkpoints = Checkpoints(cfg, world, trainer, folder)
-    found = checkpoints.restore()
+    found = checkpoints.restore(lambda: _tell(world, accepted))
     progress = Progress(**found["progress"]) if found else Progress()
     recorder = Recorder(folder if world.rank == 0 else None, cfg, progress.step)
     if checkpoints.root is not None:
@@ -97,6 +100,19 @@ def train(cfg: Config, world: World, data: Data, folder: Path | None, stop: Stop
         recorder.finish(summary, plot=cfg.run.plot, unigram_nats=data.unigram_nats)
     checkpoints.close()
     return summary
+
+
+def _tell(world: World, accepted: Callable[[], None] | None) -> None:
+    failure = ""
+    if accepted is None:
+        return
+    if world.rank == 0:
+        try:
+            accepted()
+        except OSError as error:
+            failure = str(error)
+    if world.sum(float(bool(failure)))[0]:
+        raise ResumeError(f"the run folder cannot be written: {failure or 'see rank 0'}")
 
 
 def _step(trainer: Trainer, recorder: Recorder, progress: Progress, start: float) -> bool:
@@ -150,9 +166,10 @@ def _summary(cfg: Config, trainer: Trainer, progress: Progress) -> dict:
     return summary
 
 
-def run(cfg: Config, *, store: dist.Store, rank: int, world_size: int, folder: Path, stop: StopRequest) -> int:
+def run(cfg: Config, *, store: dist.Store, rank: int, world_size: int, folder: Path, stop: StopRequest,
+        accepted: Callable[[], None] | None = None) -> int:
     """A rank's whole life after the start was agreed on. Returns the exit code, 0 only if this rank did all its work, or saved it
-    when it was told to stop."""
+    when it was told to stop. accepted: as in train()."""
     dp, cp = parallel_degrees(cfg, world_size)
     device = pick_device(cfg.run.device, int(os.environ.get("LOCAL_RANK", "0")))
     if device.type == "cuda":
@@ -168,7 +185,7 @@ def run(cfg: Config, *, store: dist.Store, rank: int, world_size: int, folder: P
         world = connect(dp, cp, device, timeout_s=cfg.parallel.timeout_s + _GROUP_GRACE_S, store=store, rank=rank,
                         ulysses=cfg.parallel.ulysses)
         watchdog.start(cfg.parallel.timeout_s, store.clone() if world_size > 1 else None)
-        if train(cfg, world, data, folder, stop) is None and rank == 0:
+        if train(cfg, world, data, folder, stop, accepted) is None and rank == 0:
             print(f"ringflash train: stopped by SIGTERM, and saved; to go on: --resume {folder}", file=sys.stderr, flush=True)
     except (NonFiniteError, SaveError, ResumeError) as error:
         if rank == 0:
@@ -176,7 +193,7 @@ def run(cfg: Config, *, store: dist.Store, rank: int, world_size: int, folder: P
         if dist.is_initialized():
             # All ranks are here. Nobody leaves before rank 0 has spoken: the launcher kills the rest at the first exit.
             dist.barrier()
-        return _leave(1)
+        return _leave(REFUSED if isinstance(error, ResumeError) else TOLD)
     except Exception:
         # With its traceback, from every rank that has one: a ring that breaks looks different from each side.
         print(f"rank {rank}: {traceback.format_exc()}{watchdog.describe()}", file=sys.stderr, flush=True)

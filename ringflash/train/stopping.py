@@ -8,11 +8,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from ringflash.ring import watchdog
 
 _POLL_S = 0.1
+_PARENT_POLL_S = 0.5
 
 
 class StopRequest:
@@ -58,13 +59,16 @@ class StopRequest:
             leave(signal.SIGTERM, f"not every rank came to the end of a step within checkpoint.grace_s={self.grace_s:g}; ")
 
 
-def leave_on_signals() -> StopRequest:
+def leave_on_signals(*, without_parent: bool = False) -> StopRequest:
     """On SIGTERM, and on Ctrl-C, this process says where its ring stands and exits with 143 (130); see StopRequest.arm.
 
     A rank that waits for a peer that died sits inside a C call, where a Python signal handler never gets to run: a thread reads
     the wake-up pipe instead, which the C-level handler writes at once.
+
+    without_parent: the death of the process that started this one counts as a SIGTERM. For those whose launcher stays: nobody else
+    would ever end them.
     """
-    request = StopRequest()
+    request, parent = StopRequest(), os.getppid() if without_parent else None
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
@@ -72,8 +76,14 @@ def leave_on_signals() -> StopRequest:
         signal.signal(number, lambda signum, frame: None)
 
     def watch() -> None:
+        nonlocal parent
         while True:
-            ready, _, _ = select.select([read_end], [], [], _POLL_S if request.asked() else None)
+            wait_s = _POLL_S if request.asked() else None if parent is None else _PARENT_POLL_S
+            ready, _, _ = select.select([read_end], [], [], wait_s)
+            if parent is not None and os.getppid() != parent:
+                parent = None
+                _say(f"rank {os.environ.get('RANK', '0')}: the launcher has died; this is a SIGTERM")
+                request.take(signal.SIGTERM)
             for number in os.read(read_end, 64) if ready else ():
                 if number in (signal.SIGTERM, signal.SIGINT):
                     request.take(number)
@@ -85,5 +95,10 @@ def leave_on_signals() -> StopRequest:
 
 def leave(number: int, why: str) -> None:
     rank, name = os.environ.get("RANK", "0"), signal.Signals(number).name
-    print(f"rank {rank}: stopped by {name}; {why}{watchdog.describe()}", file=sys.stderr, flush=True)
+    _say(f"rank {rank}: stopped by {name}; {why}{watchdog.describe()}")
     os._exit(128 + number)
+
+
+def _say(message: str) -> None:
+    with suppress(OSError):  # whoever read this may be gone, which must not keep the process
+        print(message, file=sys.stderr, flush=True)
