@@ -1,0 +1,86 @@
+"""Weights between a run of ours and a Hugging Face folder (config.json, *.safetensors) of a Llama or Qwen3 shape.
+
+    python launch/convert.py export outputs/run-... exported --dtype bf16       a run folder with weights.pt -> a Hugging Face folder
+    python launch/convert.py import Qwen3-0.6B imported                         a Hugging Face folder -> weights.pt and model.yaml
+
+model.yaml is the run's `model` group (a file for configs/model), weights.pt the state of a Transformer of those sizes. Needs the
+safetensors package (pip install 'ringflash[hf]'). No tokenizer is written: a model trained on bytes has none of theirs.
+"""
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+
+if __package__ in (None, "") and (Path(__file__).resolve().parents[1] / "pyproject.toml").is_file():
+    # A script's own folder comes first on the path, where train, check and bench would be top-level modules: use the checkout.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ringflash.config import Config
+from ringflash.model import ModelConfig
+from ringflash.model.huggingface import load_huggingface, save_huggingface
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0, or 2 with one line on stderr that says what is wrong."""
+    parser = argparse.ArgumentParser(prog="convert", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    export = commands.add_parser("export", help="from a run folder to a Hugging Face folder")
+    export.add_argument("run", type=Path, help="a run folder with weights.pt (run.save_weights=true)")
+    export.add_argument("--max-positions", type=int, help="max_position_embeddings; default: the run's data.seq_len")
+    taken = commands.add_parser("import", help="from a Hugging Face folder to weights.pt and model.yaml")
+    taken.add_argument("source", type=Path)
+    for command in (export, taken):
+        command.add_argument("out", type=Path, help="a folder that has none of these files yet")
+        command.add_argument("--dtype", choices=DTYPES, help="of the weights; default: as they are")
+    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    try:
+        for name in ("config.json", "model.safetensors") if args.command == "export" else ("weights.pt", "model.yaml"):
+            if (args.out / name).exists():
+                raise ValueError(f"{args.out / name} exists: name another folder")
+        written = (_export if args.command == "export" else _import)(args)
+    except (ValueError, OSError, RuntimeError, OmegaConfBaseException) as error:
+        print(f"convert: {error}", file=sys.stderr)
+        return 2
+    print(f"{written:,} parameters in {args.out}")
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    saved, weights = args.run / ".hydra" / "config.yaml", args.run / "weights.pt"
+    for path in (saved, weights):
+        if not path.is_file():
+            raise ValueError(f"{args.run}: no finished run; it has no {path.relative_to(args.run)}")
+    cfg: Config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(saved)))
+    config = ModelConfig(**{f.name: getattr(cfg.model, f.name) for f in dataclasses.fields(cfg.model)})
+    state = torch.load(weights, map_location="cpu", weights_only=True)
+    positions = cfg.data.seq_len if args.max_positions is None else args.max_positions
+    save_huggingface(args.out, config, state, max_position_embeddings=positions, dtype=DTYPES.get(args.dtype))
+    return _count(config, state)
+
+
+def _import(args: argparse.Namespace) -> int:
+    config, state = load_huggingface(args.source)
+    if args.dtype:
+        # A tied head stays the same tensor, so that it is written once.
+        cast = {id(value): value.to(DTYPES[args.dtype]) for value in state.values()}
+        state = {name: cast[id(value)] for name, value in state.items()}
+    args.out.mkdir(parents=True, exist_ok=True)
+    torch.save(state, args.out / "weights.pt")
+    OmegaConf.save(OmegaConf.create(dataclasses.asdict(config)), args.out / "model.yaml")
+    return _count(config, state)
+
+
+def _count(config: ModelConfig, state: dict[str, torch.Tensor]) -> int:
+    return sum(value.numel() for name, value in state.items() if not (config.tie_embeddings and name == "head.weight"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
