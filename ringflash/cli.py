@@ -8,13 +8,14 @@ COMMANDS = {
     "train": "train a model on a ring of ranks (Hydra overrides: experiment=quickstart)",
     "check": "prove the ring equal to one device on this machine",
     "bench": "measure kernels and ring against cuDNN / SDPA",
+    "prepare": "make a text ready for training: tokens in one file, with an index of the documents",
 }
 
 
 def main(argv: list[str] | None = None) -> None:
     """Dispatches on the first argument. Exits 2 for no or an unknown command."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    usage = "usage: ringflash COMMAND ...\n" + "\n".join(f"  {name:<6} {what}" for name, what in COMMANDS.items())
+    usage = "usage: ringflash COMMAND ...\n" + "\n".join(f"  {name:<7} {what}" for name, what in COMMANDS.items())
     if argv[:1] in (["-h"], ["--help"]):
         print(usage)
         return

@@ -25,7 +25,7 @@ _INDEX = np.dtype([("start", "<i8"), ("key", "<u8"), ("heldout", "?")])
 class Split:
     """Some documents of a corpus.
 
-    tokens      uint16 [T], memory-mapped
+    tokens      uint16 (or uint32, where a vocabulary needs it) [T], memory-mapped
     doc_starts  int64 [N + 1]; document i is tokens[doc_starts[i]:doc_starts[i + 1]]
     content     digest of what the documents hold: equal on two machines exactly if their texts are
     """
@@ -85,8 +85,13 @@ def load_corpus(source: Source, cache_dir: str | os.PathLike, *, heldout_fractio
         if index is None:
             raise RuntimeError(f"{stem}.bin: does not have the size that was written; is the disk full?")
     tokens = np.memmap(f"{stem}.bin", dtype=TOKEN_DTYPE, mode="r")
+    return corpus_of(source.name, tokens, index)
+
+
+def corpus_of(name: str, tokens: np.ndarray, index: np.ndarray) -> Corpus:
+    """Of tokens [T], training documents first, and their index [N + 1] (start, key, heldout)."""
     num_train = int(np.count_nonzero(~index["heldout"][:-1]))
-    return Corpus(source.name, _split(tokens, index, 0, num_train), _split(tokens, index, num_train, len(index) - 1))
+    return Corpus(name, _split(tokens, index, 0, num_train), _split(tokens, index, num_train, len(index) - 1))
 
 
 def _split(tokens: np.ndarray, index: np.ndarray, first: int, stop: int) -> Split:

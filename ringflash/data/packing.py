@@ -5,7 +5,7 @@ shuffled order; what is left over at the end (fewer than seq_len tokens) is not 
 Nothing is read until rows are asked for, and then only those rows: a rank of a ring reads its own.
 """
 import hashlib
-from collections import OrderedDict
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,7 +14,44 @@ _EPOCHS_KEPT = 2  # a batch may straddle two
 _DOCUMENTS, _WINDOWS = 0, 1  # the two shuffles of an epoch
 
 
-class PackedDataset:
+class Samples:
+    """What is numbered for ever and served in micro-batches. A subclass has seq_len, document_mask, batch_size, num_samples, and
+    read, cu_seqlens, description and batch_hash as PackedDataset has them."""
+
+    seq_len: int
+    document_mask: bool
+    batch_size: int
+    num_samples: int
+
+    def sample_numbers(self, step: int, micro_batch: int, dp_rank: int, *, num_micro_batches: int, dp_size: int,
+                       origin: int = 0) -> tuple[int, ...]:
+        """Numbers of the samples of one micro-batch of one data-parallel rank, batch_size of them.
+
+        A step takes num_micro_batches * dp_size * batch_size consecutive numbers, so it sees the same samples however they are
+        spread over micro-batches and ranks; the ranks of a ring share dp_rank and with it the batch. origin is where step 0 begins,
+        or would have begun: a run that goes on with another number of samples per step may have a negative one.
+        """
+        for key, value, size in (("micro_batch", micro_batch, num_micro_batches), ("dp_rank", dp_rank, dp_size)):
+            if not 0 <= value < size:
+                raise ValueError(f"{key}={value}: must lie in [0, {size})")
+        if step < 0:
+            raise ValueError(f"step={step}: must be at least 0")
+        first = origin + ((step * num_micro_batches + micro_batch) * dp_size + dp_rank) * self.batch_size
+        if first < 0:
+            raise ValueError(f"origin={origin}: step {step} would begin before the first sample")
+        return tuple(range(first, first + self.batch_size))
+
+    def batch(self, step: int, micro_batch: int, dp_rank: int, *, num_micro_batches: int, dp_size: int, origin: int = 0) -> dict:
+        """{"tokens": LazyTokens [B, seq_len]} and, with document_mask, "cu_seqlens": int32 [N + 1]. See sample_numbers."""
+        samples = self.sample_numbers(step, micro_batch, dp_rank, num_micro_batches=num_micro_batches, dp_size=dp_size,
+                                      origin=origin)
+        batch = {"tokens": LazyTokens(self, samples)}
+        if self.document_mask:
+            batch["cu_seqlens"] = self.cu_seqlens(samples[0])
+        return batch
+
+
+class PackedDataset(Samples):
     """Samples of seq_len tokens.
 
     tokens         integers [T], array-like; only tokens[int64 index array] is ever used
@@ -47,34 +84,7 @@ class PackedDataset:
         self.tokens, self.seq_len, self.seed, self.content = tokens, seq_len, seed, content
         self.document_mask, self.batch_size = document_mask, batch_size
         self.num_samples = self.num_tokens // seq_len
-        self._epochs: OrderedDict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = OrderedDict()
-
-    def sample_numbers(self, step: int, micro_batch: int, dp_rank: int, *, num_micro_batches: int, dp_size: int,
-                       origin: int = 0) -> tuple[int, ...]:
-        """Numbers of the samples of one micro-batch of one data-parallel rank, batch_size of them.
-
-        A step takes num_micro_batches * dp_size * batch_size consecutive numbers, so it sees the same samples however they are
-        spread over micro-batches and ranks; the ranks of a ring share dp_rank and with it the batch. origin is where step 0 begins,
-        or would have begun: a run that goes on with another number of samples per step may have a negative one.
-        """
-        for key, value, size in (("micro_batch", micro_batch, num_micro_batches), ("dp_rank", dp_rank, dp_size)):
-            if not 0 <= value < size:
-                raise ValueError(f"{key}={value}: must lie in [0, {size})")
-        if step < 0:
-            raise ValueError(f"step={step}: must be at least 0")
-        first = origin + ((step * num_micro_batches + micro_batch) * dp_size + dp_rank) * self.batch_size
-        if first < 0:
-            raise ValueError(f"origin={origin}: step {step} would begin before the first sample")
-        return tuple(range(first, first + self.batch_size))
-
-    def batch(self, step: int, micro_batch: int, dp_rank: int, *, num_micro_batches: int, dp_size: int, origin: int = 0) -> dict:
-        """{"tokens": LazyTokens [B, seq_len]} and, with document_mask, "cu_seqlens": int32 [N + 1]. See sample_numbers."""
-        samples = self.sample_numbers(step, micro_batch, dp_rank, num_micro_batches=num_micro_batches, dp_size=dp_size,
-                                      origin=origin)
-        batch = {"tokens": LazyTokens(self, samples)}
-        if self.document_mask:
-            batch["cu_seqlens"] = self.cu_seqlens(samples[0])
-        return batch
+        self._epochs: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
     def read(self, sample: int, positions: np.ndarray) -> np.ndarray:
         """Tokens (int64 [n]) at positions (int64 [n], any order) of a sample; reads those rows only. IndexError outside it."""
@@ -110,13 +120,14 @@ class PackedDataset:
         if sample < 0:
             raise IndexError(f"sample={sample}: must be at least 0")
         epoch, index = divmod(sample, self.num_samples)
-        if epoch not in self._epochs:
-            order = _permutation(len(self.doc_starts) - 1, self.seed, epoch, _DOCUMENTS)
+        known = self._epochs.get(epoch)
+        if known is None:
+            order = permutation(len(self.doc_starts) - 1, self.seed, epoch, _DOCUMENTS)
             line_starts = np.concatenate(([0], np.cumsum(np.diff(self.doc_starts)[order])))
-            self._epochs[epoch] = order, line_starts, _permutation(self.num_samples, self.seed, epoch, _WINDOWS)
-            while len(self._epochs) > _EPOCHS_KEPT:
-                self._epochs.popitem(last=False)
-        order, line_starts, windows = self._epochs[epoch]
+            known = order, line_starts, permutation(self.num_samples, self.seed, epoch, _WINDOWS)
+            # A new dict in one assignment: a thread that prefetches may be in here too.
+            self._epochs = dict([*list(self._epochs.items())[1 - _EPOCHS_KEPT:], (epoch, known)])
+        order, line_starts, windows = known
         return order, line_starts, int(windows[index]) * self.seq_len
 
 
@@ -130,9 +141,15 @@ class LazyTokens:
     dtype = np.dtype(np.int64)
     ndim = 2
 
-    def __init__(self, dataset: PackedDataset, samples: Sequence[int]):
+    def __init__(self, dataset: Samples, samples: Sequence[int]):
         self.dataset, self.samples = dataset, tuple(samples)
         self.shape = (len(self.samples), dataset.seq_len)
+        self.read_s = 0.0  # spent on reading here
+        self._ready: tuple[np.ndarray, np.ndarray] | None = None
+
+    def take(self, rows: np.ndarray, values: np.ndarray) -> None:
+        """values [B, n] of rows (int64 [n], rising) that were read before: rows among them are not read again."""
+        self._ready = rows, values
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -149,10 +166,29 @@ class LazyTokens:
             rows = np.asarray(rows)
         if rows is None or rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
             raise IndexError("LazyTokens takes tokens[..., index] with a 1-D integer array or a slice")
-        return np.stack([self.dataset.read(sample, rows) for sample in self.samples])
+        if self._ready is not None:
+            known, values = self._ready
+            places = np.minimum(np.searchsorted(known, rows), len(known) - 1)
+            if len(known) and np.array_equal(known[places], rows):
+                return values[:, places]
+        began = time.perf_counter()
+        values = np.stack([self.dataset.read(sample, rows) for sample in self.samples])
+        self.read_s += time.perf_counter() - began
+        return values
 
 
-def _permutation(n: int, seed: int, epoch: int, stream: int) -> np.ndarray:
+def split_documents(doc_starts: np.ndarray, max_tokens: int | None) -> np.ndarray:
+    """doc_starts (int64 [N + 1]) with each document of more than max_tokens cut into pieces of that many, the last one shorter."""
+    if max_tokens is None:
+        return doc_starts
+    lengths = np.diff(doc_starts)
+    pieces = np.maximum(-(-lengths // max_tokens), 1)
+    first = np.concatenate(([0], np.cumsum(pieces)))[:-1]
+    offsets = np.arange(pieces.sum(), dtype=np.int64) - np.repeat(first, pieces)
+    return np.append(np.repeat(doc_starts[:-1], pieces) + offsets * max_tokens, doc_starts[-1])
+
+
+def permutation(n: int, seed: int, epoch: int, stream: int) -> np.ndarray:
     """A shuffle of range(n) that depends on the four numbers alone, not on numpy's version: indices sorted by a 64-bit hash."""
     salt = hashlib.blake2b(f"{seed} {epoch} {stream}".encode(), digest_size=8).digest()
     x = np.arange(1, n + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(int.from_bytes(salt, "little"))

@@ -51,7 +51,7 @@ def rows(folder: Path, kind: str = "train") -> list[dict]:
 
 def figures(folder: Path) -> list[tuple]:
     """What a run has measured, the times apart; evaluations too."""
-    times = ("tokens_per_s", "time_s")
+    times = ("tokens_per_s", "data_wait_ms", "time_s")
     return sorted((row["kind"], row["step"], *(v for k, v in sorted(row.items()) if k not in (*times, "kind", "step")))
                   for kind in ("train", "eval") for row in rows(folder, kind))
 
