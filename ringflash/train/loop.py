@@ -123,7 +123,7 @@ def _step(trainer: Trainer, recorder: Recorder, progress: Progress, start: float
     progress.add(result, step_s)
     recorder.step({"step": progress.step, "loss": result.loss, "lr": result.lr, "grad_norm": result.grad_norm,
                    "tokens": progress.tokens, "valid_tokens": result.valid_tokens, "tokens_per_s": result.tokens / step_s,
-                   "time_s": time.perf_counter() - start})
+                   "data_wait_ms": result.data_wait_ms, "time_s": time.perf_counter() - start})
     return result.stop
 
 

@@ -41,7 +41,7 @@ class Recorder:
         self.log_every, self.steps = cfg.train.log_every, cfg.train.steps
 
     def step(self, row: dict) -> None:
-        """One optimizer step: {step, loss, lr, grad_norm, tokens, valid_tokens, tokens_per_s, time_s}."""
+        """One optimizer step: {step, loss, lr, grad_norm, tokens, valid_tokens, tokens_per_s, data_wait_ms, time_s}."""
         if self.folder is None:
             return
         self.train.append(row)

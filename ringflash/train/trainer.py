@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from ringflash.model import ModelConfig, Transformer
 from ringflash.sharding import ShardedBatch
 from ringflash.train.gradients import clip_gradients, gradient_norm, sum_gradients
 from ringflash.train.optim import build_optimizer, learning_rate
+from ringflash.train.prefetch import Prefetcher, wanted_rows
 from ringflash.train.text import Data
 from ringflash.train.world import World
 
@@ -36,6 +38,7 @@ class StepResult:
     lr: float
     tokens: int  # of all ranks
     valid_tokens: int
+    data_wait_ms: float = 0.0  # of this rank, for its rows
     stop: bool = False  # some rank was told to stop: all of them do, after this step
 
 
@@ -93,6 +96,21 @@ class Trainer:
         self.optimizer = build_optimizer(cfg.optim, self.parameters)
         self.dtype = activation_dtype(cfg, world.device)
 
+        self.prefetcher = Prefetcher(data.train, self.rows) if cfg.data.prefetch else None
+
+    def rows(self, samples: tuple[int, ...]) -> np.ndarray:
+        """The rows of a micro-batch of these samples that this rank will read."""
+        cfg, world, train = self.cfg, self.world, self.data.train
+        cu_seqlens = train.cu_seqlens(samples[0]) if train.document_mask else None
+        return wanted_rows(cfg.attention.layout, train.seq_len, world.cp, world.ulysses, world.cp_rank, layer_masks(cfg.attention),
+                           cu_seqlens)
+
+    def next_samples(self, step: int) -> list[tuple[int, ...]]:
+        """The samples of each of this rank's micro-batches of a step that is still to come."""
+        size, per_micro = self.cfg.data.batch_size, self.world.dp * self.cfg.data.batch_size
+        firsts = [self.first_sample(step) + micro * per_micro + self.world.dp_rank * size for micro in range(self.cfg.train.accumulation)]
+        return [tuple(range(first, first + size)) for first in firsts]
+
     def first_sample(self, step: int) -> int:
         """The position in the data before step `step`, one number for all ranks."""
         return self.origin + step * self.samples_per_step
@@ -116,11 +134,16 @@ class Trainer:
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         count = cfg.train.accumulation
-        shards = [
-            self.shard(self.data.train.batch(step, micro, world.dp_rank, num_micro_batches=count, dp_size=world.dp,
-                                             origin=self.origin))
-            for micro in range(count)
-        ]
+        began = time.perf_counter()
+        batches = [self.data.train.batch(step, micro, world.dp_rank, num_micro_batches=count, dp_size=world.dp, origin=self.origin)
+                   for micro in range(count)]
+        if self.prefetcher is not None:
+            self.prefetcher.give([batch["tokens"] for batch in batches])
+        wait_s = time.perf_counter() - began
+        shards = [self.shard(batch) for batch in batches]
+        wait_s += sum(batch["tokens"].read_s for batch in batches)
+        if self.prefetcher is not None and step + 1 < cfg.train.steps:
+            self.prefetcher.start(self.next_samples(step + 1))
         # Known before the first backward: micro-batches and ranks may hold very different numbers of valid tokens.
         valid = self.count_valid(shards)
         loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
@@ -140,7 +163,7 @@ class Trainer:
                 raise NonFiniteError(f"step {step + 1}: the {name} is {value}; the weights are those of step {step}. A lower "
                                      f"optim.lr={cfg.optim.lr:g} or longer optim.warmup_steps={cfg.optim.warmup_steps} may help")
         tokens = self.samples_per_step * cfg.data.seq_len
-        return StepResult(loss, norm, learning_rate(cfg.optim, step, cfg.train.steps), tokens, valid, stop > 0)
+        return StepResult(loss, norm, learning_rate(cfg.optim, step, cfg.train.steps), tokens, valid, wait_s * 1e3, stop > 0)
 
     @torch.no_grad()
     def evaluate(self) -> tuple[float, int]:

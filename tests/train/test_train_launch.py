@@ -85,7 +85,8 @@ def test_metrics_hold_a_row_for_each_step_and_the_png_is_one(plain):
     (folder,) = run_folders(plain[0])
     train_rows = rows(folder, "train")
     assert [row["step"] for row in train_rows] == list(range(1, STEPS + 1))
-    assert set(train_rows[0]) == {"kind", "step", "loss", "lr", "grad_norm", "tokens", "valid_tokens", "tokens_per_s", "time_s"}
+    assert set(train_rows[0]) == {"kind", "step", "loss", "lr", "grad_norm", "tokens", "valid_tokens", "tokens_per_s", "data_wait_ms",
+                                   "time_s"}
     assert [row["tokens"] for row in train_rows] == [2 * 129 * (i + 1) for i in range(STEPS)]
     assert all(0 < row["valid_tokens"] < 2 * 129 and row["tokens_per_s"] > 0 for row in train_rows)
     (evaluated,) = rows(folder, "eval")
