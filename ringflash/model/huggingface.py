@@ -168,14 +168,15 @@ def save_huggingface(folder: str | os.PathLike, config: ModelConfig, state: dict
 
     Raises ValueError for what the formats cannot hold and for a state that is not this config's, RuntimeError without safetensors.
     """
+    written = dtype or next(iter(state.values())).dtype
+    # First: what the format has no place for is told by its key, not as an odd weight.
+    values = config_to_huggingface(config, max_position_embeddings=max_position_embeddings, dtype=written)
     theirs, safetensors = names(config), _safetensors()
     state = {name: value for name, value in state.items() if not (config.tie_embeddings and name == "head.weight")}
     if state.keys() != theirs.keys():
         odd = sorted(state.keys() ^ theirs.keys())
         raise ValueError(f"state has or lacks {', '.join(odd[:3])}: not the weights of this config")
     weights = {theirs[name]: value.detach().to("cpu", dtype or value.dtype).contiguous() for name, value in state.items()}
-    values = config_to_huggingface(config, max_position_embeddings=max_position_embeddings,
-                                   dtype=weights["model.embed_tokens.weight"].dtype)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / (SINGLE + ".part")
