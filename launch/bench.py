@@ -30,6 +30,7 @@ from ringflash.launch.bench_kernels import Shape, bench_shape, default_candidate
 from ringflash.launch.bench_ring import bench_ring
 from ringflash.launch.bench_tiles import parse_tiles
 from ringflash.launch.check_table import environment, grid
+from ringflash.launch.counts import count
 
 GPU_SHAPES = ("128:16:16:16384:causal:bf16", "128:16:16:16384:full:bf16", "128:32:8:32768:causal:bf16",
               "64:16:16:16384:causal:bf16", "64:16:16:16384:full:bf16")
@@ -45,8 +46,8 @@ def parser() -> argparse.ArgumentParser:
         sub = what.add_parser(name, help=text)
         sub.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
         sub.add_argument("--shapes", default=None, help="D:Hq:Hkv:S:mask:dtype, comma-separated (masks: causal, full, windowN)")
-        sub.add_argument("--repeats", type=int, default=15, help="timed repetitions of each candidate")
-        sub.add_argument("--warmup", type=int, default=3)
+        sub.add_argument("--repeats", type=count(1), default=15, help="timed repetitions of each candidate")
+        sub.add_argument("--warmup", type=count(0), default=3)
         sub.add_argument("--json", default=None, metavar="PATH", help="write every record")
         sub.add_argument("--png", default=None, metavar="PATH", help="draw the figures")
         if name == "kernels":
@@ -58,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
                              help="adds a candidate: triton with these entries of its tile table replaced")
         else:
             sub.add_argument("--kernel", default=None)
-            sub.add_argument("--cp-size", type=int, default=8)
+            sub.add_argument("--cp-size", type=count(1), default=8)
             sub.add_argument("--layouts", default="zigzag", help="comma-separated")
     return top
 

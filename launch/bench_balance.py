@@ -23,6 +23,7 @@ from ringflash.kernels import dispatch
 from ringflash.launch.bench_kernels import BACKWARD_FLOPS
 from ringflash.launch.check_cells import DTYPES
 from ringflash.launch.check_table import environment, grid
+from ringflash.launch.counts import count
 from ringflash.ring.documents import lognormal_documents
 from ringflash.ring.loop import intervals_of
 from ringflash.ring.plan import Plan, Visit, build_plan
@@ -248,15 +249,15 @@ def add_parser(commands: Any) -> None:
                               formatter_class=argparse.RawDescriptionHelpFormatter)
     sub.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
     sub.add_argument("--kernel", default="auto", help=f"of {', '.join(dispatch.KERNELS)}")
-    sub.add_argument("--cp-size", type=int, default=8)
-    sub.add_argument("--seq-len", type=int, default=None, help="tokens (default 131072; without a GPU 512)")
-    sub.add_argument("--dense-rows", type=int, default=None, help="tokens of the dense causal problem (32768; 256)")
+    sub.add_argument("--cp-size", type=count(1), default=8)
+    sub.add_argument("--seq-len", type=count(1), default=None, help="tokens (default 131072; without a GPU 512)")
+    sub.add_argument("--dense-rows", type=count(1), default=None, help="tokens of the dense causal problem (32768; 256)")
     sub.add_argument("--heads", type=int, nargs=3, default=None, metavar=("HQ", "HKV", "D"), help="default 32 8 128")
     sub.add_argument("--dtype", default=None, choices=tuple(DTYPES))
-    sub.add_argument("--seeds", type=int, nargs="+", default=(0,), help="of the lognormal documents")
+    sub.add_argument("--seeds", type=count(0), nargs="+", default=(0,), help="of the lognormal documents")
     sub.add_argument("--cases", default=None, help="comma-separated beginnings of names: only those cases")
-    sub.add_argument("--repeats", type=int, default=7)
-    sub.add_argument("--warmup", type=int, default=2)
+    sub.add_argument("--repeats", type=count(1), default=7)
+    sub.add_argument("--warmup", type=count(0), default=2)
     sub.add_argument("--json", default=None, metavar="PATH")
 
 
@@ -266,10 +267,6 @@ def main(options: argparse.Namespace) -> int:
     defaults = GPU if device.type == "cuda" else CPU
     seq_len, dense_rows, heads, dtype = (defaults[name] if getattr(options, name) is None else getattr(options, name)
                                          for name in ("seq_len", "dense_rows", "heads", "dtype"))
-    for name, value in (("cp-size", options.cp_size), ("seq-len", seq_len), ("dense-rows", dense_rows),
-                        ("repeats", options.repeats)):
-        if value < 1:
-            raise ValueError(f"--{name}={value}: must be at least 1")
     if min(heads) < 1 or heads[0] % heads[1]:
         raise ValueError(f"--heads={' '.join(map(str, heads))}: HQ must be a multiple of HKV, and all at least 1")
     found = cases(seq_len, options.cp_size, options.seeds)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from ringflash.launch import bench_multi_check, bench_multi_links, bench_multi_ring
 from ringflash.launch.bench_multi_show import draw, table
 from ringflash.launch.check_spawn import Rank, RingFailure, run_ranks
+from ringflash.launch.counts import count, counts, duration
 from ringflash.launch.check_table import environment
 from ringflash.ring import watchdog
 
@@ -55,7 +56,7 @@ def add_parser(what: argparse._SubParsersAction) -> None:
                           formatter_class=argparse.RawDescriptionHelpFormatter)
     sub.add_argument("--sections", default=",".join(SECTIONS), help=f"of {', '.join(SECTIONS)} (default: all)")
     sub.add_argument("--exchanges", default=",".join(EXCHANGES), help="nccl-high: NCCL on a stream of high priority")
-    sub.add_argument("--processes", type=int, default=None, help="ranks (default: one per GPU, or what torchrun started)")
+    sub.add_argument("--processes", type=count(1), default=None, help="ranks (default: one per GPU, or what torchrun started)")
     sub.add_argument("--kernel", default="auto", help="of the timed sections")
     sub.add_argument("--rows", default="2048,4096,8192,16384,32768,65536,131072", help="rows per GPU of the ring")
     sub.add_argument("--hop-rows", default="2048,4096,8192,16384,32768", help="rows of a hop beside a kernel")
@@ -64,12 +65,12 @@ def add_parser(what: argparse._SubParsersAction) -> None:
     sub.add_argument("--spare-sms", default="0", help="SMs that the kernel leaves free beside NCCL (persistent kernels only)")
     sub.add_argument("--peers", default=",".join(bench_multi_ring.PEERS),
                      help="of torch's context_parallel (default: all): how K and V travel, and the SDPA kernel")
-    sub.add_argument("--peers-up-to", type=int, default=32768, help="most rows per GPU for torch's context_parallel")
-    sub.add_argument("--steps", type=int, default=10_000, help="of the stress of the signals")
+    sub.add_argument("--peers-up-to", type=count(0), default=32768, help="most rows per GPU for torch's context_parallel")
+    sub.add_argument("--steps", type=count(1), default=10_000, help="of the stress of the signals")
     sub.add_argument("--kernels", default="triton", help="kernels of the correctness matrix")
     sub.add_argument("--dtypes", default="bf16,fp32")
-    sub.add_argument("--repeats", type=int, default=5)
-    sub.add_argument("--timeout", type=float, default=3600.0, help="seconds for everything")
+    sub.add_argument("--repeats", type=count(1), default=5)
+    sub.add_argument("--timeout", type=duration, default=3600.0, help="seconds for everything")
     sub.add_argument("--json", default=None, metavar="PATH", help="every record; written as they come")
     sub.add_argument("--trace", default=None, metavar="PREFIX", help="PREFIX-nccl.json, PREFIX-copy.json: traces at 8,192 rows")
     sub.add_argument("--png", default=None, metavar="PREFIX", help="PREFIX-links.png, PREFIX-overlap.png, PREFIX-ring.png")
@@ -80,8 +81,11 @@ def read(options: argparse.Namespace) -> Plan:
     def words(text: str) -> tuple[str, ...]:
         return tuple(filter(None, text.split(",")))
 
-    def numbers(text: str) -> tuple[int, ...]:
-        return tuple(map(int, words(text)))
+    def numbers(name: str, least: int) -> tuple[int, ...]:
+        try:
+            return counts(least, getattr(options, name.replace("-", "_")))
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(f"--{name}: {error}") from None
 
     sections = tuple(name for name in words(options.sections) if name != "trace" or options.trace)
     if unknown := [name for name in sections if name not in SECTIONS]:
@@ -93,8 +97,8 @@ def read(options: argparse.Namespace) -> Plan:
     if unknown := [name for name in peers if name not in bench_multi_ring.PEERS]:
         raise ValueError(f"--peers={unknown[0]}: unknown; valid: {', '.join(bench_multi_ring.PEERS)}")
     return Plan(
-        sections, exchanges, options.kernel, numbers(options.rows), numbers(options.hop_rows), numbers(options.sizes_mib),
-        numbers(options.channels), numbers(options.spare_sms), peers, options.peers_up_to, options.steps,
+        sections, exchanges, options.kernel, numbers("rows", 1), numbers("hop-rows", 1), numbers("sizes-mib", 1),
+        numbers("channels", 0), numbers("spare-sms", 0), peers, options.peers_up_to, options.steps,
         words(options.kernels), words(options.dtypes), options.repeats, options.json, options.trace)
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import subprocess
 import sys
@@ -38,7 +39,9 @@ from ringflash.launch import check_cells as cells
 from ringflash.launch.check_judge import Judge, judge_loopback, loopback_cell
 from ringflash.launch.check_problem import head_dim_v
 from ringflash.launch.check_table import CellVerdict, report, write_json
+from ringflash.launch.counts import count, counts, duration
 from ringflash.ring.exchange import EXCHANGES
+from ringflash.ring.rotate import ROTATES
 
 KERNELS = {"cpu": ("cpu", "reference"), "cuda": ("triton", "reference")}
 SEQ_LENS = {"cpu": (5, 61), "cuda": (5, 389)}
@@ -51,14 +54,14 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = top.add_argument_group("sections")
     what.add_argument("--matrix", action="store_true", help="the matrix, also beside other sections")
-    what.add_argument("--processes", type=int, default=None, metavar="N", help="on a real ring of N processes (matrix, --train)")
+    what.add_argument("--processes", type=count(1), default=None, metavar="N", help="on a real ring of N processes (matrix, --train)")
     what.add_argument("--interpreter", action="store_true", help="triton under its interpreter, pairwise subset, on the CPU")
     what.add_argument("--train", action="store_true", help="training equivalence: loss, gradients, grad norm, weights")
-    what.add_argument("--random", type=int, default=None, metavar="N",
+    what.add_argument("--random", type=count(1), default=None, metavar="N",
                       help="N problems drawn at random, and what their plans have to be")
     what.add_argument("--planted", default=None, metavar="NAME|all", help="planted defects, comma-separated")
     what.add_argument("--growth", action="store_true", help="RMS error at W=8 against W=1")
-    what.add_argument("--bitwise", type=int, default=None, metavar="N", help="N runs give the same bits")
+    what.add_argument("--bitwise", type=count(2), default=None, metavar="N", help="N >= 2 runs give the same bits")
     what.add_argument("--memory", action="store_true", help="peak memory and seconds at rising lengths")
     how = top.add_argument_group("how")
     size = how.add_mutually_exclusive_group()
@@ -77,11 +80,12 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--seq-lens", type=numbers, default=None)
     how.add_argument("--head-dims", type=numbers, default=None)
     how.add_argument("--seed", type=int, default=0, help="of --random: case i is that of seed + i")
-    how.add_argument("--lengths", type=numbers, default=(262144, 524288, 1048576), help="of --memory")
-    how.add_argument("--delays", type=float, nargs="?", const=20.0, default=0.0, metavar="MS",
+    how.add_argument("--lengths", type=numbers, default=(262144, 524288, 1048576), help="of --memory; at least two, rising")
+    how.add_argument("--rotate", default="kv", choices=ROTATES, help="of --memory: what rotates in the backward (kv)")
+    how.add_argument("--delays", type=duration, nargs="?", const=20.0, default=0.0, metavar="MS",
                      help="with --processes: random pauses of every rank before every batch, up to MS (20)")
     how.add_argument("--exchange", default="auto", choices=EXCHANGES, help="with --processes: what carries the messages")
-    how.add_argument("--timeout", type=float, default=900.0, metavar="S", help="of a ring of processes, all its cells together")
+    how.add_argument("--timeout", type=duration, default=900.0, metavar="S", help="of a ring of processes, all its cells together")
     how.add_argument("--run", default=None, metavar="DIR", help="with --train: folder of a finished run")
     how.add_argument("--json", default=None, metavar="PATH")
     return top
@@ -91,8 +95,7 @@ def words(text: str) -> tuple[str, ...]:
     return tuple(filter(None, (part.strip() for part in text.split(","))))
 
 
-def numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in words(text))
+numbers = functools.partial(counts, 1)
 
 
 def choose(options: argparse.Namespace, name: str, default: Sequence, valid: Sequence | None = None) -> tuple:
@@ -204,7 +207,7 @@ def run_sections(options: argparse.Namespace, say: Callable[[str], None]) -> dic
     """Every section that was asked for, by name: (held, what it found)."""
     device = torch.device(options.device)
     found: dict[str, tuple[bool, object]] = {}
-    others = (options.interpreter, options.train, options.planted, options.growth, options.bitwise, options.memory,
+    others = (options.interpreter, options.train, options.planted is not None, options.growth, options.bitwise, options.memory,
               options.random)
     if options.matrix or not any(others):
         found["matrix"] = check_matrix(options, say)
@@ -212,25 +215,30 @@ def run_sections(options: argparse.Namespace, say: Callable[[str], None]) -> dic
         found["interpreter"] = check_interpreter(options)
     scale_kernels = chosen_kernels(options, ("bf16",), (64,)) if any(others[2:6]) else ()
     large = device.type == "cuda"
-    if options.planted:
+    if options.planted is not None:
         from ringflash.launch import check_planted
 
         names = tuple(check_planted.DEFECTS) if options.planted == "all" else words(options.planted)
         if unknown := [name for name in names if name not in check_planted.DEFECTS]:
             raise ValueError(f"--planted={unknown[0]}: unknown; valid: all, {', '.join(check_planted.DEFECTS)}")
+        if not names:
+            raise ValueError(f"--planted={options.planted}: names none; valid: all, {', '.join(check_planted.DEFECTS)}")
         parts = [check_planted.planted(names, kernel, device, head_dim=64 if large else 32) for kernel in scale_kernels]
         found["planted"] = all(held for held, _ in parts), [record for _, records in parts for record in records]
     if options.growth or options.bitwise or options.memory:
         from ringflash.launch import check_scale
     if options.growth:
         size = dict(seq_len=8192, head_dim=128) if large else dict(seq_len=384, head_dim=64)
-        parts = [check_scale.growth(kernel, device, **size) for kernel in scale_kernels if kernel != "reference" or not large]
+        judged = [kernel for kernel in scale_kernels if kernel != "reference" or not large]
+        if not judged:
+            raise ValueError("--growth: the reference kernel does not judge itself on a GPU; name another in --kernels")
+        parts = [check_scale.growth(kernel, device, **size) for kernel in judged]
         found["growth"] = all(held for held, _ in parts), [record for _, records in parts for record in records]
     if options.bitwise:
         size = dict(seq_len=1031, head_dim=128) if large else dict(seq_len=61, head_dim=32)
         found["bitwise"] = check_scale.bitwise(scale_kernels, device, repeats=options.bitwise, **size)
     if options.memory:
-        found["memory"] = check_scale.memory(scale_kernels[0], device, seq_lens=options.lengths)
+        found["memory"] = check_scale.memory(scale_kernels[0], device, seq_lens=options.lengths, rotate=options.rotate)
     if options.random:
         from ringflash.launch import check_random
 
@@ -273,10 +281,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         top.error("--delays: only a ring of --processes can be delayed")
     if options.exchange != "auto" and options.processes is None:
         top.error(f"--exchange={options.exchange}: only a ring of --processes has one")
-    if options.random is not None and options.random < 1:
-        top.error(f"--random={options.random}: must be >= 1")
-    if options.processes is not None and options.processes < 1:
-        top.error(f"--processes={options.processes}: must be >= 1")
+    if len(options.lengths) < 2 or any(a >= b for a, b in zip(options.lengths, options.lengths[1:])):
+        top.error(f"--lengths={','.join(map(str, options.lengths))}: must be at least two, each longer than the one before, to tell "
+                  "whether memory is linear")
+    if options.rotate != "kv" and not options.memory:
+        top.error(f"--rotate={options.rotate}: only --memory takes it")
     try:
         with one_thread(options.device):
             found = run_sections(options, say)

@@ -33,11 +33,11 @@ class Problem:
         return cls(*(torch.randn(1, seq_len, heads, head_dim, generator=generator, device=device, dtype=torch.float32).to(dtype)
                      for heads in (num_heads, num_kv_heads, num_kv_heads, num_heads)))
 
-    def run(self, cp_size: int, layout: str, kernel: str) -> Tensors:
+    def run(self, cp_size: int, layout: str, kernel: str, rotate: str = "auto") -> Tensors:
         q, k, v = (x.detach().requires_grad_() for x in (self.q, self.k, self.v))
         mask = Mask(causal=True)
         out, lse = simulate(q, k, v, cp_size=cp_size, layout=Layout(layout, q.shape[1], cp_size, mask), mask=mask, kernel=kernel,
-                            return_lse=True)
+                            return_lse=True, rotate=rotate)
         dq, dk, dv = torch.autograd.grad(out, (q, k, v), self.dout)
         return {"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
 
@@ -100,11 +100,12 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def memory(kernel: str, device: torch.device, *, seq_lens: Sequence[int], num_heads: int = 8, head_dim: int = 128,
-           dtype: str = "bf16", cp_size: int = 8, layout: str = "zigzag") -> tuple[bool, list[dict]]:
+           dtype: str = "bf16", cp_size: int = 8, layout: str = "zigzag", rotate: str = "kv") -> tuple[bool, list[dict]]:
     """Peak memory and seconds of forward + backward of a loopback ring at rising lengths; bytes per token must stay the same.
 
     At every length out, lse and dq of sampled rows (the first and last 256 among them), and dk, dv of the last 256 keys, are
-    judged against float64. Raises RuntimeError without a CUDA device: the CPU allocator keeps no such figure.
+    judged against float64. rotate: what goes round in the backward (with as many KV heads as query heads, "auto" would be "q").
+    Raises RuntimeError without a CUDA device: the CPU allocator keeps no such figure.
     """
     if device.type != "cuda":
         raise RuntimeError("memory: peak memory is only kept for CUDA devices, and there is none here")
@@ -115,11 +116,11 @@ def memory(kernel: str, device: torch.device, *, seq_lens: Sequence[int], num_he
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-        record = {"kernel": kernel, "seq_len": seq_len, "input_bytes": before, "failure": None}
+        record = {"kernel": kernel, "rotate": rotate, "seq_len": seq_len, "input_bytes": before, "failure": None}
         records.append(record)
         start = time.perf_counter()
         try:
-            result = problem.run(cp_size, layout, kernel)
+            result = problem.run(cp_size, layout, kernel, rotate)
             torch.cuda.synchronize(device)
         except torch.cuda.OutOfMemoryError as error:
             record["failure"] = f"out of memory: {error}".splitlines()[0]
@@ -135,7 +136,7 @@ def memory(kernel: str, device: torch.device, *, seq_lens: Sequence[int], num_he
         abs(r["peak_bytes"] - rates[0] * r["seq_len"]) <= MEMORY_LINEARITY * r["peak_bytes"] + SLACK_BYTES for r in good)
     within = all(ratio <= 1.0 for r in good for ratio in r["ratios"].values())
     print(f"\nMemory of a loopback ring: {kernel}, {dtype}, causal, {num_heads} heads, D={head_dim}, W={cp_size}, {layout}, "
-          "forward + backward\n")
+          f"forward + backward, rotate={rotate}\n")
     print(grid(["tokens", "peak GiB", "KiB/token", "s", *TENSORS],
                [[r["seq_len"], f"{r['peak_bytes'] / 2**30:.2f}", f"{r['bytes_per_token'] / 2**10:.2f}", f"{r['seconds']:.2f}",
                  *(f"{r['ratios'][name]:.2f}" for name in TENSORS)] for r in good]))

@@ -45,7 +45,11 @@ def agree(
     which names who said or has what: of the class that the problems share (RuntimeError for one that is none of ValueError,
     NotImplementedError and RuntimeError), else ValueError. `what` begins its text.
     """
-    stated = {key: _shorten(str(value)) for key, value in fields.items()}
+    stated: dict[str, str] = {}
+    try:
+        stated = {str(key): _shorten(str(value)) for key, value in fields.items()}
+    except REFUSALS as error:
+        problem = problem or error
     own = _Statement(stated, None if problem is None else _state_problem(problem), count)
     statements = _gather(ranks_of(group), what, own)
     text, error = _compare(what, statements)
@@ -61,16 +65,17 @@ def agree_layout(layout: Layout, group: Any, agreed: Mapping[str, object] | obje
     agreed: a mapping of names to values (compared by their str), or any single value, or None.
     """
     ranks = ranks_of(group)
-    problem = None
+    problem, fields = None, {}
     try:
         check_ranks(layout, ranks)
+        fields = layout_fields(layout)
+        if agreed is not None:
+            named = agreed if isinstance(agreed, Mapping) else {"agree": agreed}
+            fields.update({str(key): str(value) for key, value in named.items()})
     except REFUSALS as error:
         if ranks.size == 1:
             raise
         problem = error
-    fields = layout_fields(layout)
-    if agreed is not None:
-        fields.update(agreed if isinstance(agreed, Mapping) else {"agree": agreed})
     if ranks.size > 1:
         agree(ranks, what, fields, problem=problem)
     return token_of(fields)
@@ -118,7 +123,11 @@ def _state_problem(problem: Exception) -> tuple[str, str]:
     """(name of the class to raise, text that fits the payload whatever its characters)."""
     # The first that fits, in this order: a NotImplementedError is a RuntimeError too, by inheritance.
     name = next((n for n, error in _ERRORS.items() if isinstance(problem, error)), None)
-    text = str(problem) if name is not None else f"{type(problem).__name__}: {problem}"
+    try:
+        text = str(problem)
+    except REFUSALS:
+        text = "(an error that cannot be printed)"
+    text = text if name is not None else f"{type(problem).__name__}: {text}"
     plain = (c if " " <= c <= "~" or c == "\n" else ascii(c)[1:-1] for c in text[:_PROBLEM_CHARS])
     return name or "RuntimeError", "".join(plain)[:_PROBLEM_CHARS]
 
@@ -126,7 +135,7 @@ def _state_problem(problem: Exception) -> tuple[str, str]:
 def _shorten(value: str) -> str:
     if len(value) <= _VALUE_CHARS:
         return value
-    return f"{value[:_VALUE_CHARS - 20]}... #{hashlib.sha256(value.encode()).hexdigest()[:12]}"
+    return f"{value[:_VALUE_CHARS - 20]}... #{hashlib.sha256(value.encode(errors='backslashreplace')).hexdigest()[:12]}"
 
 
 def _gather(ranks: Ranks, what: str, own: _Statement) -> list[_Statement]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ringflash.layout import KINDS, Layout, check_kind
 from ringflash.mask import Mask
@@ -68,9 +69,29 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
         raise ValueError(f"sinks: on {sinks.device}, but q is on {q.device}; move it there")
 
 
-def read_options(softmax_scale: Any, head_dim: int, kernel: Any, exchange: Any, deterministic: Any) -> float:
+def refuse_forward_mode(*tensors: Tensor | None) -> None:
+    """NotImplementedError for a tensor with a tangent: torch drops it at a custom op without a word, and the derivative would be 0.
+
+    In a traced call nobody can see whether there is one; there any dual level is refused (a guard of torch's own: no other graph).
+    """
+    if forward_ad._current_level < 0:
+        return
+    if torch.compiler.is_compiling() or any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError("forward-mode AD (torch.func.jvp, jacfwd, forward_ad.make_dual) is not implemented for ring "
+                                  "attention: it has a backward only; use torch.autograd.grad or .backward()")
+
+
+def refuse_meta(q: Tensor, num_ranks: int) -> None:
+    """ValueError in a ring of several ranks, where the others' data would be waited for; one rank gets shapes."""
+    if num_ranks > 1 and q.device.type == "meta" and not torch.compiler.is_compiling():
+        raise ValueError(f"q, k and v are on the meta device, but the group has {num_ranks} ranks: nothing can be sent from there; "
+                         "for shapes alone call it without group")
+
+
+def read_options(softmax_scale: Any, head_dim: int, kernel: Any, exchange: Any, deterministic: Any, return_lse: Any) -> float:
     """The scale of the scores. ValueError for options of a wrong type, which the op's schema would refuse on this rank alone."""
-    for name, value, kind in (("kernel", kernel, str), ("exchange", exchange, str), ("deterministic", deterministic, bool)):
+    for name, value, kind in (("kernel", kernel, str), ("exchange", exchange, str), ("deterministic", deterministic, bool),
+                              ("return_lse", return_lse, bool)):
         if not isinstance(value, kind):
             raise ValueError(f"{name}={value!r}: must be a {kind.__name__}")
     if softmax_scale is None:

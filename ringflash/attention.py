@@ -8,11 +8,12 @@ from torch import Tensor
 
 from ringflash.agreement import REFUSALS, agree
 from ringflash.arguments import (
-    Call, check_layout_argument, check_rotate, check_routing, check_tensors, make_mask, read_options, read_softcap)
+    Call, check_layout_argument, check_rotate, check_routing, check_tensors, make_mask, read_options, read_softcap,
+    refuse_forward_mode, refuse_meta)
 from ringflash.layout import Layout
 from ringflash.mask import Mask
 from ringflash.mesh import ranks_of
-from ringflash.ops import RingArguments, attention_forward
+from ringflash.ops import RingArguments, attention_forward, must_compare
 
 
 def ring_attention(
@@ -61,8 +62,8 @@ def ring_attention(
     Unless every layout is a Layout made with a group (it carries a token), each call on several ranks first compares its
     arguments over them, in one small collective (one per axis of a mesh); the first call on a group always does.
 
-    Raises ValueError for arguments that cannot be, RuntimeError for what this machine or network lacks, or when a peer fails
-    (naming pass, step, hop and peer). With an exchange of arguments, all ranks raise the same error.
+    Raises ValueError for arguments that cannot be, NotImplementedError for forward-mode AD, RuntimeError for what this machine or
+    network lacks, or when a peer fails (naming pass, step, hop and peer). With an exchange of arguments, all ranks raise the same error.
     """
     ranks = ranks_of(group)
     is_agreed = _is_agreed(layout) and (layout_k is None or _is_agreed(layout_k))
@@ -70,15 +71,17 @@ def ring_attention(
         check_rotate(rotate)
         check_routing(routing)
         check_tensors(Call(q, k, v, sinks))
+        refuse_forward_mode(q, k, v, sinks)
+        refuse_meta(q, ranks.size)
         check_layout_argument(layout, "layout")
         if layout_k is not None:
             check_layout_argument(layout_k, "layout_k")
         sugar, chosen = _read_mask(mask, causal, window_size, cu_seqlens)
-        scale = read_options(softmax_scale, q.shape[3], kernel, exchange, deterministic)
+        scale = read_options(softmax_scale, q.shape[3], kernel, exchange, deterministic, return_lse)
         cap = read_softcap(softcap)
     except REFUSALS as error:
         # The others are on their way to compare arguments: tell them there.
-        if ranks.size > 1 and not is_agreed:
+        if must_compare(ranks, is_agreed):
             agree(ranks, "ring_attention", {}, problem=error)
         raise
     arguments = RingArguments(

@@ -158,6 +158,12 @@ def _fields(call: Call, a: RingArguments, ring: _Ring) -> dict[str, object]:
 _compared: "weakref.WeakKeyDictionary[Any, set[tuple[str, str]]]" = weakref.WeakKeyDictionary()
 
 
+def must_compare(ranks: Ranks, is_agreed: bool) -> bool:
+    """Do these ranks compare their arguments in this call? Unconditional, as a check that some rank may skip is a hang. (The first
+    call on a group is the first on all its ranks.)"""
+    return ranks.size > 1 and (not is_agreed or ranks.names not in _compared.get(ranks.groups[-1], ()))
+
+
 @torch.library.custom_op(
     "ringflash::attention_forward", mutates_args=(),
     schema=f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {_RING_ARGUMENTS}) -> (Tensor, Tensor)")
@@ -171,8 +177,7 @@ def attention_forward(q, k, v, sinks, *arguments):
         ring = _resolve(call, a, ranks)
     except REFUSALS as error:
         problem = error
-    if ranks.size > 1 and (not a.is_agreed or ranks.names not in _compared.get(ranks.groups[-1], ())):
-        # Unconditional: a check that some rank may skip is a hang. (The first call on a group is the first on all its ranks.)
+    if must_compare(ranks, a.is_agreed):
         agree(ranks, "ring_attention", {} if ring is None else _fields(call, a, ring), problem=problem)
         _compared.setdefault(ranks.groups[-1], set()).add(ranks.names)
     elif problem is not None:

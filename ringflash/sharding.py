@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ringflash.agreement import REFUSALS, agree, check_ranks, gather_in_order, layout_fields, token_of
 from ringflash.arguments import check_layout_argument
-from ringflash.layout import Layout, as_masks, check_made_as
+from ringflash.layout import LAYOUTS, Layout, as_masks, check_made_as
 from ringflash.mask import Mask
 from ringflash.mesh import Ranks, ranks_of
 
@@ -56,13 +56,30 @@ def unshard(x_local: Tensor, layout: Layout | str, *, group: Any = None, dim: in
 
     Differentiable: every rank may use the whole result, so the gradient of a shard is the SUM over ranks of the gradients that
     its rows get there (a reduce-scatter, summed in fp32 or better). Where each rank computes the same loss from the whole tensor,
-    divide it by cp_size. ValueError when the local rows are not what the layout gives this rank.
+    divide it by cp_size. ValueError when the local rows are not what the layout gives this rank; the ranks compare their arguments
+    first, and all raise the same error.
     """
     ranks = ranks_of(group)
-    layout, rank = _place(layout, x_local.shape[dim] * ranks.size, None, ranks)
-    if x_local.shape[dim] != layout.shard_len(rank):
-        raise ValueError(f"x_local.shape[{dim}]={x_local.shape[dim]}: the layout gives cp rank {rank} {layout.shard_len(rank)} "
-                         f"rows")
+    problem, fields = None, {}
+    try:
+        if not isinstance(x_local, Tensor) or not -x_local.ndim <= dim < x_local.ndim:
+            raise ValueError(f"x_local: must be a torch.Tensor that has dim={dim!r}, got "
+                             f"{tuple(x_local.shape) if isinstance(x_local, Tensor) else type(x_local).__name__}")
+        layout, rank = _place(layout, x_local.shape[dim] * ranks.size, None, ranks)
+        if x_local.shape[dim] != layout.shard_len(rank):
+            raise ValueError(f"x_local.shape[{dim}]={x_local.shape[dim]}: the layout gives cp rank {rank} "
+                             f"{layout.shard_len(rank)} rows")
+        others = list(x_local.shape)
+        del others[dim]
+        fields = {**layout_fields(layout), "x_local.dtype": x_local.dtype, "x_local.device": x_local.device.type,
+                  "dim": dim % x_local.ndim, "x_local's other dims": others,
+                  "needs gradients": torch.is_grad_enabled() and x_local.requires_grad}
+    except REFUSALS as error:
+        if ranks.size == 1:
+            raise
+        problem = error
+    if ranks.size > 1:
+        agree(ranks, "unshard", fields, problem=problem)
     return _Unshard.apply(x_local, layout, ranks, dim % x_local.ndim)
 
 
@@ -117,33 +134,50 @@ def shard_batch(
     num_valid counts over the ring; without "labels" it follows from the documents alone. Raises ValueError for a batch that
     cannot be; with a group, the same error on all its ranks.
     """
-    if not isinstance(layout, (Layout, str)):
-        if group is not None:
-            raise ValueError("layout is a mesh and group is given too; give the ring once")
-        layout, group = "zigzag", ranks_of(layout)
+    if group is None and not isinstance(layout, (Layout, str)):
+        layout, group = "zigzag", _ranks_of_layout(layout)
     has_group, ranks = group is not None, ranks_of(group)
-    size = ranks.size
-    problem, fields, count, made = None, {}, 0, None
+    problem, fields, count, made, result = None, {}, 0, None, ()
+    # All that can fail is in here, also moving the result: without a group that is one, there is nobody to tell.
     try:
+        if not isinstance(layout, (Layout, str)):
+            _ranks_of_layout(layout)
+            raise ValueError("layout is a mesh and group is given too; give the ring once")
         if has_group and rank is not None:
             raise ValueError(f"rank={rank} together with group: the group knows this process's rank; give one of them")
         if not has_group and rank is not None and isinstance(layout, str):
             raise ValueError(f"layout={layout!r} with rank={rank}: a name does not say how many ranks there are; give a Layout "
                              f"or group")
-        device = None if device is None else torch.device(device)
         made = _read(batch, layout, ranks if has_group else None, rank, masks)
         fields, count = {**layout_fields(made.layout), **made.fields}, made.count
+        result = _placed(made, batch["tokens"], device)
     except REFUSALS as error:
-        if size == 1:
+        if ranks.size == 1:
             raise
         problem = error
-    if size > 1:
+    if ranks.size > 1:
         count = sum(agree(ranks, "shard_batch", fields, problem=problem, count=count))
         made.layout.set_token(token_of(fields))
+    return ShardedBatch(*result, count, made.layout)
+
+
+def _ranks_of_layout(layout: Any) -> Ranks:
+    """Of the mesh that is given as a layout. ValueError for what is none."""
+    if not isinstance(layout, (Ranks, dist.DeviceMesh, dist.ProcessGroup)):
+        raise ValueError(f"layout={layout!r}: must be a ringflash.Layout, one of {', '.join(LAYOUTS)}, or the DeviceMesh of the ring")
+    return ranks_of(layout)
+
+
+def _placed(made: _Read, source: Any, device: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """tokens, positions, labels where they go. RuntimeError for a device that is not here."""
     if device is None:
-        device = batch["tokens"].device if isinstance(batch["tokens"], Tensor) else "cpu"
-    tokens, positions, labels = (torch.from_numpy(x).to(device) for x in (made.tokens, made.positions, made.labels))
-    return ShardedBatch(tokens, positions, labels, count, made.layout)
+        device = source.device if isinstance(source, Tensor) else "cpu"
+    try:
+        device = torch.device(device)
+        tokens, positions, labels = (torch.from_numpy(x).to(device) for x in (made.tokens, made.positions, made.labels))
+    except Exception as error:  # a torch without CUDA raises AssertionError
+        raise RuntimeError(f"device={device}: {(str(error) or type(error).__name__).splitlines()[0]}") from error
+    return tokens, positions, labels
 
 
 @dataclass

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ringflash.arguments import (
     Call, check_rotate, check_routing, check_scale, check_softcap, check_tensors, make_layout, make_layout_k, make_mask,
-    read_options, read_softcap)
+    read_options, read_softcap, refuse_forward_mode)
 from ringflash import ulysses
 from ringflash.kernels.dispatch import Backend, select
 from ringflash.layout import Layout
@@ -54,7 +54,9 @@ def simulate(
         raise ValueError(f"exchange={exchange!r}: simulate() runs in one process and uses no network; only 'auto' is valid")
     call = Call(q, k, v, sinks)
     check_tensors(call)
-    scale, cap = read_options(softmax_scale, q.shape[3], kernel, exchange, deterministic), read_softcap(softcap)
+    refuse_forward_mode(q, k, v, sinks)
+    scale = read_options(softmax_scale, q.shape[3], kernel, exchange, deterministic, return_lse)
+    cap = read_softcap(softcap)
     check_scale(scale)
     check_softcap(cap)
     given = make_mask(mask, causal, window_size, cu_seqlens)

@@ -8,12 +8,22 @@ def lognormal_documents(
     seq_len: int, sigma: float, seed: int, *, mean: int = 2048, longest: int = 65536, first: int | None = None
 ) -> tuple[int, ...]:
     """cu_seqlens of documents that fill seq_len tokens, in random order: lengths are lognormal with this mean and sigma, clipped
-    to 1 .. longest; the last one drawn is cut to fit. first: one document has this length, whatever is drawn."""
+    to 1 .. longest; the last one drawn is cut to fit. first: one document has this length, whatever is drawn.
+
+    Raises ValueError for a sigma outside [0, 10], a negative seed, or a length below 1 (or any from 2**62 on).
+    """
+    if not 0 <= sigma <= 10:
+        raise ValueError(f"documents: sigma={sigma}: must lie in [0, 10]")
+    for name, value, least in (("seed", seed, 0), ("mean", mean, 1), ("longest", longest, 1), ("first", first, 1)):
+        if value is not None and not least <= value < 2**62:
+            raise ValueError(f"documents: {name}={value}: must be >= {least} and below 2**62")
     draw = np.random.default_rng(seed)
     lengths = [] if first is None else [min(first, seq_len)]
-    while sum(lengths) < seq_len:
+    rest = seq_len - sum(lengths)
+    while rest > 0:
         drawn = int(draw.lognormal(np.log(mean) - sigma**2 / 2, sigma))
-        lengths.append(min(max(drawn, 1), longest, seq_len - sum(lengths)))
+        lengths.append(min(max(drawn, 1), longest, rest))
+        rest -= lengths[-1]
     return (0, *np.cumsum(draw.permutation(lengths)).tolist())
 
 

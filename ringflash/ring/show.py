@@ -243,7 +243,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         print(text(plan, options.pass_))
     if options.png is not None:
-        png(plan, options.png)
+        try:
+            options.png.parent.mkdir(parents=True, exist_ok=True)
+            png(plan, options.png)
+        except (OSError, ValueError, ImportError) as error:  # no such format; no matplotlib
+            parser.error(f"--png {options.png}: {error}")
         print(f"drawn: {options.png}")
     return 0
 

@@ -29,6 +29,20 @@ def test_a_shape_that_makes_no_sense_is_refused(text):
     assert left.value.code == 2
 
 
+@pytest.mark.parametrize("what, option, wrong", [
+    *((what, "--repeats", "0") for what in ("kernels", "ring", "balance", "multi")),
+    *((what, "--warmup", "-1") for what in ("kernels", "ring", "balance")),
+    ("ring", "--cp-size", "0"), ("balance", "--cp-size", "0"), ("balance", "--seq-len", "0"), ("balance", "--dense-rows", "-3"),
+    ("balance", "--seeds", "-1"), ("multi", "--processes", "0"), ("multi", "--steps", "0"), ("multi", "--timeout", "nan"),
+    ("multi", "--rows", "8,0"), ("multi", "--sizes-mib", "0"), ("multi", "--channels", "-1"), ("multi", "--hop-rows", "x"),
+])
+def test_a_count_that_measures_nothing_is_refused(what, option, wrong, capsys):
+    with pytest.raises(SystemExit) as left:
+        bench.main([what, option, wrong])
+    said = capsys.readouterr().err
+    assert left.value.code == 2 and option in said and "must be" in said
+
+
 def test_candidates_take_turns():
     calls = []
     interleaved([lambda: calls.append("a"), lambda: calls.append("b")], torch.device("cpu"), repeats=3, warmup=1)

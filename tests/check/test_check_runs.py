@@ -102,6 +102,46 @@ def test_two_processes_with_delays_give_the_loopback_ring_bit_for_bit(tmp_path):
     assert any("dk" in cell["bitwise"] for cell in found)
 
 
+@pytest.mark.parametrize(("arguments", "rule"), [
+    *((["--bitwise", wrong], f"--bitwise: {wrong}: must be >= 2") for wrong in ("1", "0", "-2")),
+    (["--random", "0"], "--random: 0: must be >= 1"), (["--processes", "-1"], "--processes: -1: must be >= 1"),
+    *(([option, "2,0"], f"{option}: 0: must be >= 1") for option in ("--cp-sizes", "--ratios", "--seq-lens", "--head-dims")),
+    (["--seq-lens", "two"], "--seq-lens: 'two': must be an int >= 1"),
+    (["--processes", "2", "--delays", "nan"], "--delays: 'nan': must be a finite number >= 0"),
+    (["--processes", "2", "--delays", "-1"], "--delays: '-1': must be"), (["--timeout", "inf"], "--timeout: 'inf'"),
+    *((["--memory", "--lengths", wrong], f"--lengths={wrong}: must be at least two") for wrong in ("64", "64,64", "64,32")),
+    (["--planted", ""], "--planted=: names none"), (["--planted", ","], "--planted=,: names none"),
+    (["--rotate", "q"], "--rotate=q: only --memory takes it"),
+])
+def test_a_count_that_proves_nothing_is_refused(arguments, rule, capsys):
+    with pytest.raises(SystemExit) as left:
+        check.main([*arguments, "--device", "cpu"])
+    assert left.value.code == 2 and rule in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rotate", ("kv", "q"))
+def test_memory_measures_the_rotation_that_it_names(rotate, monkeypatch, capsys):
+    run, draw, seen = check_scale.Problem.run, check_scale.Problem.random, []
+
+    def spy(self, cp_size, layout, kernel, rotate):
+        seen.append(rotate)
+        return run(self, cp_size, layout, kernel, rotate)
+
+    class Card:  # stands for a GPU: only its memory figures are asked for
+        type = "cuda"
+
+    monkeypatch.setattr(check_scale.Problem, "run", spy)
+    monkeypatch.setattr(check_scale.Problem, "random", classmethod(
+        lambda cls, seq_len, *rest: draw(seq_len, 2, 2, 8, torch.float32, torch.device("cpu"))))
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *device: None)
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 2**20 * len(seen))
+    held, records = check_scale.memory("cpu", Card(), seq_lens=(64, 128), cp_size=2, **({} if rotate == "kv" else {"rotate": rotate}))
+    assert held and seen == [rotate] * 2 == [record["rotate"] for record in records]
+    assert f"rotate={rotate}" in capsys.readouterr().out
+
+
 def _ranks_of_which_one_raises(rank):
     rank.at(1)
     if rank.rank == 1:

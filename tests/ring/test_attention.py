@@ -1,6 +1,9 @@
 """ring_attention on one rank: what it refuses and how, and that every option takes effect."""
+from functools import partial
+
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from ringflash import Layout, Mask, ring_attention, simulate
 from ringflash.tests.support.ring_cases import differing, judge, make_inputs, run
@@ -42,6 +45,7 @@ _REFUSED = [
     (dict(sinks=torch.zeros(4, device="meta")), ValueError, "sinks: on meta, but q is on cpu"),
     (dict(sinks=torch.zeros(4).to_sparse()), ValueError, "sinks: must be a dense tensor"),
     (dict(sinks=[0.0] * 4), ValueError, "sinks: must be a torch.Tensor.*got list"),
+    (dict(return_lse=1), ValueError, "return_lse=1: must be a bool"),
     (dict(rotate="left"), ValueError, "rotate='left': unknown; valid: auto, kv, q"),
     (dict(rotate=None), ValueError, "rotate=None: unknown"),
     (dict(routing="nowhere"), ValueError, "routing='nowhere': unknown; valid: auto, ring, direct, allgather"),
@@ -126,6 +130,36 @@ def test_double_backward_is_refused():
     (grad,) = torch.autograd.grad(out.sum(), q, create_graph=True)
     with pytest.raises(RuntimeError):
         grad.sum().backward()
+
+
+@pytest.mark.parametrize("attend", (ring_attention, partial(simulate, cp_size=2)))
+@pytest.mark.parametrize("compiled", (False, True))
+def test_forward_mode_ad_is_refused_and_not_silently_zero(attend, compiled):
+    q, k, v = (x.detach() for x in make_inputs(6).fresh())
+    sinks = torch.zeros(q.shape[2])
+
+    def call(q, k, v, sinks):
+        return attend(q, k, v, sinks=sinks)
+
+    run_it = torch.compile(call, backend="aot_eager") if compiled else call
+    plain = run_it(q, k, v, sinks)
+    for which in range(4):
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode AD"):
+            run_it(*(forward_ad.make_dual(x, x) if i == which else x for i, x in enumerate((q, k, v, sinks))))
+    for derive in (lambda f: torch.func.jvp(f, (q,), (q,)), lambda f: torch.func.jacfwd(f)(q)):
+        if not compiled:
+            with pytest.raises(NotImplementedError, match="forward-mode AD"):
+                derive(lambda q: call(q, k, v, sinks))
+    with forward_ad.dual_level():
+        forward_ad.make_dual(q, q)
+        if not compiled:
+            assert torch.equal(run_it(q, k, v, sinks), plain)  # of no tangent here: what is computed is right
+    assert torch.equal(run_it(q, k, v, sinks), plain)
+
+
+def test_meta_tensors_give_shapes_on_one_rank():
+    q, k, v = (x.detach().to("meta") for x in make_inputs(6).fresh())
+    assert ring_attention(q, k, v).shape == q.shape
 
 
 def test_tensors_are_left_as_they_were():

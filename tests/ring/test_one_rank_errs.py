@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringflash import Layout, Mask, ring_attention, shard_batch, simulate
+from torch.autograd import forward_ad
+
+from ringflash import Layout, Mask, ring_attention, shard_batch, simulate, unshard
 from ringflash.agreement import _PAYLOAD_BYTES, _state_problem
 from ringflash.ring import loop
 from ringflash.tests.support.distributed import check_ranks
@@ -22,6 +24,21 @@ class _BrokenSource:
         raise OSError("the disk is gone")
 
 
+class _Unprintable:
+    shape = (1, 16)
+
+    def __getitem__(self, key):
+        class Unprintable(ValueError):
+            def __str__(self):
+                raise ValueError
+        raise Unprintable
+
+
+class _NoText:
+    def __str__(self):
+        raise ZeroDivisionError("no text")
+
+
 def _one_rank_errs(rank, world_size):
     odd, group = rank == 1, dist.group.WORLD
     base = make_inputs(4)
@@ -32,6 +49,23 @@ def _one_rank_errs(rank, world_size):
     def batch(good=_TOKENS, wrong=_TOKENS, **options):
         return shard_batch({"tokens": wrong if odd else good}, group=group, **(options if odd else {}))
 
+    def attend_dual():
+        with forward_ad.dual_level():
+            q = forward_ad.make_dual(base.q, base.q) if odd else base.q
+            return ring_attention(q, base.k, base.v, group=group)
+
+    def attend_agreed():
+        # The first call on a group compares also under a token, so a refusal before it has to be told too.
+        fresh = dist.new_group()
+        layout = Layout("zigzag", 4, world_size, group=fresh)
+        return ring_attention(*(x[:, :2] for x in (base.q, base.k, base.v)), layout=layout, group=fresh,
+                              rotate="left" if odd else "auto")
+
+    def whole(good=torch.ones(1, 8), wrong=None, layout="zigzag", **options):
+        return unshard(good if wrong is None or not odd else wrong, layout if odd else "zigzag", group=group,
+                       **(options if odd else {}))
+
+    meta = torch.zeros(1, 8, 2, 8, device="meta")
     cases = {
         "softmax_scale=[1]": lambda: attend(softmax_scale=[1]),
         "softmax_scale=nan": lambda: attend(softmax_scale=float("nan")),
@@ -54,6 +88,23 @@ def _one_rank_errs(rank, world_size):
         "a mapping": lambda: shard_batch(None if odd else {"tokens": _TOKENS}, group=group),
         "together with group": lambda: batch(rank=1),
         "nowhere": lambda: batch(device="nowhere"),
+        "device=cuda:99": lambda: batch(device="cuda:99"),
+        "device=3.5": lambda: batch(device=3.5),
+        "layout=3: must be": lambda: shard_batch({"tokens": _TOKENS}, 3 if odd else "zigzag", group=group),
+        "layout is a mesh": lambda: shard_batch({"tokens": _TOKENS}, group if odd else "zigzag", group=group),
+        "ZeroDivisionError: no text": lambda: Layout("zigzag", 8, world_size, group=group, agree=_NoText() if odd else 1),
+        "(an error that cannot be printed)": lambda: batch(wrong=_Unprintable()),
+        "an odd half": lambda: Layout("zigzag", 8, world_size, group=group, agree="an odd half \ud800" * 20 if odd else 1),
+        "forward-mode AD": attend_dual,
+        "rotate='left'": attend_agreed,
+        "return_lse=None": lambda: attend(return_lse=None),
+        "on the meta device": lambda: ring_attention(meta, meta, meta, group=group) if odd else attend(),
+        "layout=7": lambda: whole(layout=7),
+        "rows": lambda: whole(layout=Layout("zigzag", 9, world_size)),
+        "x_local.dtype differs": lambda: whole(wrong=torch.ones(1, 8).double()),
+        "x_local: must be": lambda: whole(dim=2),
+        "other dims differs": lambda: whole(wrong=torch.ones(2, 8)),
+        "needs gradients differs": lambda: whole(wrong=torch.ones(1, 8).requires_grad_()),
     }
     texts = {}
     for name, call in cases.items():
@@ -69,6 +120,12 @@ def _one_rank_errs(rank, world_size):
 
 def test_whatever_one_rank_does_wrong_all_ranks_raise_the_same_error_at_once():
     check_ranks(_one_rank_errs, 2, timeout_s=100, group_timeout_s=15)
+
+
+@pytest.mark.parametrize("layout", (3, None, b"zigzag"))
+def test_what_is_neither_layout_nor_mesh_is_refused_as_layout(layout):
+    with pytest.raises(ValueError, match="^layout=.*must be a ringflash.Layout"):
+        shard_batch({"tokens": _TOKENS}, layout)
 
 
 def _same_mask_in_other_words(rank, world_size):

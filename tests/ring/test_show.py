@@ -70,7 +70,7 @@ def test_png_is_drawn_for_dense_windowed_and_empty_plans(tmp_path, options, rout
 
 
 def test_the_command_prints_the_table_and_draws(tmp_path, capsys):
-    path = tmp_path / "plan.png"
+    path = tmp_path / "missing" / "plan.png"
     arguments = ["--seq-len", "32", "--cp-size", "4", "--layout", "striped", "--mask", "causal", "--window-size", "7", "0"]
     assert show.main([*arguments, "--cu-seqlens", "0", "10", "30", "--png", str(path)]) == 0
     printed = capsys.readouterr().out
@@ -113,6 +113,12 @@ def test_the_command_makes_layouts_from_documents_and_prints_why(capsys):
     (["--seq-len", "8", "--cp-size", "2", "--documents", "lognormal:sigma=1,seed=1", "--cu-seqlens", "0", "8"],
      "give one of them"),
     (["--seq-len", "0", "--cp-size", "2"], "seq_len=0"),
+    *((["--seq-len", "8", "--cp-size", "2", "--documents", f"lognormal:sigma=1,seed=1,{wrong}"], f"documents: {rule}")
+      for wrong, rule in (("sigma=-1", "sigma=-1.0: must lie in [0, 10]"), ("sigma=nan", "sigma=nan"), ("sigma=1e200", "sigma=1e+200"),
+                          ("seed=-1", "seed=-1: must be >= 0"), ("mean=0", "mean=0: must be >= 1"), ("mean=" + "9" * 30, "mean=999"), ("longest=0", "longest=0"),
+                          ("first=0", "first=0"))),
+    (["--seq-len", "8", "--cp-size", "2", "--png", "x.xyz"], "--png x.xyz: Format 'xyz' is not supported"),
+    (["--seq-len", "8", "--cp-size", "2", "--png", f"{__file__}/x.png"], "/x.png: "),
     (["--seq-len", "8", "--cp-size", "2", "--window-size", "3", "1"], "right must be 0 or -1"),
     (["--seq-len", "8", "--cp-size", "2", "--cu-seqlens", "0", "9"], "must end within seq_len=8"),
 ])
