@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -193,6 +194,7 @@ def main(argv: list[str] | None = None) -> int:
     except Failed as error:
         print(f"WRONG: {error}\nwhat the runs left is in {base}", flush=True)
         return 1
+    shutil.rmtree(base)
     print(f"{options.moments} kills, {cut_short} of them inside the writing of a checkpoint, in {num_runs} runs: at most {most} steps lost "
           f"(a checkpoint every {EVERY}), and every run ended with the losses and weights of an uninterrupted one; "
           f"{time.monotonic() - began:.0f} s", flush=True)
