@@ -1,7 +1,7 @@
 """Weights between a run of ours and a Hugging Face folder (config.json, *.safetensors) of a Llama or Qwen3 shape.
 
-    python launch/convert.py export outputs/run-... exported --dtype bf16       a run folder with weights.pt -> a Hugging Face folder
-    python launch/convert.py import Qwen3-0.6B imported                         a Hugging Face folder -> weights.pt and model.yaml
+    python launch/convert.py export outputs/run-... exported --dtype bf16      a run folder with weights.pt: to a Hugging Face folder
+    python launch/convert.py import Qwen3-0.6B imported                        a Hugging Face folder: to weights.pt and model.yaml
 
 model.yaml is the run's `model` group (a file for configs/model), weights.pt the state of a Transformer of those sizes. Needs the
 safetensors package (pip install 'ringflash[hf]'). No tokenizer is written: a model trained on bytes has none of theirs.

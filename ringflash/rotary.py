@@ -17,7 +17,7 @@ _TAKEN_BY = {
 
 @dataclass
 class RopeScaling:
-    """Names and defaults are those of Hugging Face's `rope_scaling`. Below, a wavelength is the number of positions of one turn."""
+    """Names and defaults are those of Hugging Face's `rope_scaling`. A wavelength is the number of positions of one turn."""
 
     kind: str = "none"
     factor: float = 1.0  # how much longer: linear divides all frequencies by it, the others only low ones

@@ -87,8 +87,8 @@ def _rope(values: dict[str, Any]) -> tuple[float, RopeScaling]:
         return base, RopeScaling()
     known = {f.name for f in fields(RopeScaling)} - {"kind"}
     if kind not in ("linear", "llama3", "yarn") or not given.keys() <= known:
-        raise ValueError(f"config.json: rope_type={kind} with {', '.join(sorted(given))}: known are default, linear, llama3, yarn "
-                         f"with {', '.join(sorted(known))}")
+        raise ValueError(f"config.json: rope_type={kind} with {', '.join(sorted(given))}: known are default, linear, llama3, "
+                         f"yarn with {', '.join(sorted(known))}")
     given = {key: value for key, value in given.items() if value is not None}
     if kind == "linear":
         given.pop("original_max_position_embeddings", None)  # written there too, and not used
@@ -98,8 +98,10 @@ def _rope(values: dict[str, Any]) -> tuple[float, RopeScaling]:
     return base, RopeScaling(kind, **given)
 
 
-def config_to_huggingface(config: ModelConfig, *, max_position_embeddings: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """What config.json says of our model: Qwen3 where it has QK-norm, Llama otherwise; read by transformers 4 and 5.
+def config_to_huggingface(config: ModelConfig, *, max_position_embeddings: int,
+                          dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """What config.json says of our model: Qwen3 where it has QK-norm, Llama otherwise; in the form of transformers 5 and in that of 4 (with which
+    it was never read).
 
     Raises ValueError for what neither has: softcap, sinks.
     """
@@ -128,8 +130,8 @@ def config_to_huggingface(config: ModelConfig, *, max_position_embeddings: int, 
 
 
 def load_huggingface(folder: str | os.PathLike, **changes) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """(config, state) of a Hugging Face folder on the CPU, in the dtypes of its files: for Transformer(config, ...).load_state_dict
-    (state). changes are fields of ModelConfig, e.g. rope_scaling, that replace those of its config.json.
+    """(config, state) of a Hugging Face folder on the CPU, in the dtypes of its files, for load_state_dict of a
+    Transformer(config). changes are fields of ModelConfig, e.g. rope_scaling, that replace those of its config.json.
 
     Raises ValueError for weights that are missing or unknown, and RuntimeError without safetensors. Shapes are load_state_dict's
     matter.
@@ -163,10 +165,11 @@ def load_huggingface(folder: str | os.PathLike, **changes) -> tuple[ModelConfig,
 
 def save_huggingface(folder: str | os.PathLike, config: ModelConfig, state: dict[str, Tensor], *, max_position_embeddings: int,
                      dtype: torch.dtype | None = None) -> None:
-    """Writes config.json and model.safetensors of a Transformer's whole state_dict, cast to dtype (None: as they are). The weights
-    appear whole or not at all, config.json after them.
+    """Writes config.json and model.safetensors of a Transformer's whole state_dict, cast to dtype (None: as they are). The
+    weights appear whole or not at all, config.json after them.
 
-    Raises ValueError for what the formats cannot hold and for a state that is not this config's, RuntimeError without safetensors.
+    Raises ValueError for what the formats cannot hold and for a state that is not this config's, RuntimeError
+    without safetensors.
     """
     written = dtype or next(iter(state.values())).dtype
     # First: what the format has no place for is told by its key, not as an odd weight.

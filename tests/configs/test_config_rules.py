@@ -31,8 +31,8 @@ RULES = [
     (dict(data__batch_size=4, train__accumulation=2), 1, "data.batch_size=4: packed documents (data.document_mask=true) need "
      "batch_size 1, since all rows of a batch share one mask; nearest: 1, with train.accumulation=8"),
     (dict(data__positions="local"), 1, "data.positions=local: valid: global, document"),
-    (dict(data__positions="document", data__document_mask=False), 1, "data.positions=document: data.document_mask=false, so tokens "
-     "of several documents would see each other at the same positions; nearest: global, or data.document_mask=true"),
+    (dict(data__positions="document", data__document_mask=False), 1, "data.positions=document: data.document_mask=false, so "
+     "tokens of several documents would see each other at the same positions; nearest: global, or data.document_mask=true"),
     (dict(model__z_loss=-1.0), 1, "model.z_loss=-1.0: must be at least 0; nearest: 0"),
     (dict(data__heldout_fraction=0.0), 1, "data.heldout_fraction=0.0: a share of the documents, above 0 and below 1"),
     (dict(data__path=""), 1, "data.path='': names no file"),

@@ -1,4 +1,4 @@
-"""Hugging Face folders: logits are those of transformers, nothing is lost on the way there and back, what does not fit is refused."""
+"""Hugging Face folders: logits are those of transformers, nothing is lost there and back, what does not fit is refused."""
 import json
 import zlib
 from dataclasses import replace
@@ -36,7 +36,8 @@ def model(config, state=None):
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             if parameter.ndim == 1:  # norms of ones would hide one that is taken for another
-                parameter.copy_(1 + torch.randn(parameter.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()))) / 4)
+                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+                parameter.copy_(1 + torch.randn(parameter.shape, generator=generator) / 4)
     if state is not None:
         made.load_state_dict(state)
     return made
@@ -123,7 +124,8 @@ def test_the_older_form_of_config_json_is_read_as_well():
 @pytest.mark.parametrize(("change", "message"), [
     ({"model_type": "mistral"}, "model_type=mistral: valid: llama, qwen3"), ({"hidden_act": "gelu"}, "hidden_act=gelu"),
     ({"attention_bias": True}, "attention_bias=True"), ({"mlp_bias": True}, "mlp_bias=True"),
-    ({"use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window=True"), ({"sliding_window": 4096}, "sliding_window=4096"),
+    ({"use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window=True"),
+    ({"sliding_window": 4096}, "sliding_window=4096"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: sliding_attention"),
     ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_type=longrope"),
     ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "surprise": 1}}, "surprise"),

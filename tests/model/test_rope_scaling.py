@@ -45,7 +45,8 @@ def by_hand(scaling, head_dim, base):
             else:
                 stretch = (scaling.high_freq_factor - length / wavelength) / (scaling.high_freq_factor - scaling.low_freq_factor)
         else:
-            ends = [head_dim / 2 * math.log(length / (2 * math.pi * turns), base) for turns in (scaling.beta_fast, scaling.beta_slow)]
+            ends = [head_dim / 2 * math.log(length / (2 * math.pi * turns), base)
+                    for turns in (scaling.beta_fast, scaling.beta_slow)]
             if scaling.truncate:
                 ends = [math.floor(ends[0]), math.ceil(ends[1])]
             ends = [max(ends[0], 0), min(ends[1], head_dim - 1)]
@@ -71,7 +72,8 @@ def test_each_kind_but_none_changes_some_frequencies_and_yarn_and_llama3_keep_th
 
 
 @pytest.mark.parametrize(("name", "factor"), [("linear", 1.0), ("llama 3.1", 1.0), ("qwen 3 yarn", 0.1 * math.log(4) + 1), (
-    "yarn, mscale", (0.0707 * math.log(40) + 1) / (0.12 * math.log(40) + 1)), ("yarn, given factor", 1.25), ("yarn, factor 1", 1.0)])
+    "yarn, mscale", (0.0707 * math.log(40) + 1) / (0.12 * math.log(40) + 1)), ("yarn, given factor", 1.25),
+    ("yarn, factor 1", 1.0)])
 def test_cos_and_sin_carry_the_attention_factor_and_are_exact_near_one_million(name, factor):
     scaling, head_dim, base = CASES[name]
     assert attention_factor(scaling) == pytest.approx(factor, rel=1e-15)
@@ -90,13 +92,14 @@ def test_frequencies_and_factor_are_those_of_transformers(name):
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     scaling, head_dim, base = CASES[name]
-    taken = {"linear": ["factor"], "llama3": ["factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"]}
+    taken = {"linear": ["factor"],
+             "llama3": ["factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"]}
     keys = taken.get(scaling.kind, ["factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate",
                                     "attention_factor", "mscale", "mscale_all_dim"])
     parameters = {key: getattr(scaling, key) for key in keys if getattr(scaling, key) is not None}
     parameters |= {"rope_type": scaling.kind, "rope_theta": base}
-    config = transformers.LlamaConfig(hidden_size=4 * head_dim, num_attention_heads=4, head_dim=head_dim, rope_parameters=parameters,
-                                      max_position_embeddings=131072)
+    config = transformers.LlamaConfig(hidden_size=4 * head_dim, num_attention_heads=4, head_dim=head_dim,
+                                      rope_parameters=parameters, max_position_embeddings=131072)
     theirs, factor = ROPE_INIT_FUNCTIONS[scaling.kind](config, torch.device("cpu"))
     # Theirs are fp32.
     torch.testing.assert_close(rope_frequencies(head_dim, base, scaling), theirs.double(), rtol=2e-6, atol=0)
@@ -132,7 +135,8 @@ RULES = [
      "nearest: 8.0"),
     (replace(YARN, beta_slow=0.0), f"{K}.beta_slow=0.0: must be a finite number above 0; nearest: 1.0"),
     (replace(YARN, attention_factor=-1.0), f"{K}.attention_factor=-1.0: must be a finite number above 0, or null; nearest: null"),
-    (replace(YARN, mscale=1.0), f"{K}.mscale=1.0: mscale and mscale_all_dim go together, {K}.mscale_all_dim is null; nearest: both"),
+    (replace(YARN, mscale=1.0), f"{K}.mscale=1.0: mscale and mscale_all_dim go together, {K}.mscale_all_dim is null; "
+     "nearest: both"),
 ]
 
 

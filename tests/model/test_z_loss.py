@@ -1,4 +1,4 @@
-"""The z-loss of the chunked cross-entropy: values and gradients of autograd on whole logits; off by default, and in evaluation."""
+"""The z-loss of the chunked cross-entropy: values and gradients of autograd on whole logits; off by default and in evaluation."""
 import math
 
 import pytest
@@ -42,7 +42,8 @@ def test_value_and_gradients_equal_autograd_on_whole_logits(rows, z, dtype, boun
 
 def test_gradients_pass_gradcheck():
     hidden, weight, labels = make(5, 3, 4, torch.float64, ignored=[2])
-    assert torch.autograd.gradcheck(lambda h, w: chunked_cross_entropy(h, w, labels, chunk_rows=2, z_loss=0.2)[0], (hidden, weight))
+    assert torch.autograd.gradcheck(lambda h, w: chunked_cross_entropy(h, w, labels, chunk_rows=2, z_loss=0.2)[0],
+                                    (hidden, weight))
 
 
 def test_uniform_logits_over_1024_classes_cost_their_logarithm_squared_more():
