@@ -38,9 +38,12 @@ class Prefetcher:
         self._pending = self._thread.submit(self._read, list(micro_batches))
 
     def give(self, batches: Sequence[LazyTokens]) -> None:
-        """Waits for what was started, and hands it to those that it was read for. Raises what reading has raised."""
+        """Waits for what was started, and hands it to those that it was read for."""
         pending, self._pending = self._pending, None
         if pending is None:
+            return
+        if pending.exception() is not None:
+            # The step reads it again and fails in shard_batch, where the other ranks of the ring hear of it.
             return
         read = pending.result()
         for tokens in batches:
