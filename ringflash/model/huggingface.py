@@ -100,8 +100,8 @@ def _rope(values: dict[str, Any]) -> tuple[float, RopeScaling]:
 
 def config_to_huggingface(config: ModelConfig, *, max_position_embeddings: int,
                           dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """What config.json says of our model: Qwen3 where it has QK-norm, Llama otherwise; in the form of transformers 5 and in that of 4 (with which
-    it was never read).
+    """What config.json says of our model: Qwen3 where it has QK-norm, Llama otherwise; in the form of transformers 5
+    and in that of 4 (with which it was never read).
 
     Raises ValueError for what neither has: softcap, sinks.
     """
