@@ -10,15 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from checkpoint_runs import StopAfter, figures, kept
+from train_ranks import text, tiny
 
 from ringflash import Layout, Mask, shard_batch
 from ringflash.config import DataConfig, validate
 from ringflash.data import LazyTokens, MixedDataset, PackedDataset, Reading, find_source, prepare
+from ringflash.train.loop import train
 from ringflash.train.prefetch import Prefetcher, wanted_rows
 from ringflash.train.text import open_data
 from ringflash.train.trainer import Trainer
 from ringflash.train.world import single
-from tests.train.train_ranks import text, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,6 +62,17 @@ def test_a_mixture_has_the_shares_of_its_weights_and_documents_of_at_most_the_le
     letters = [{chr(t) for t in tokens if t < 256} for tokens in samples]
     assert 0.7 < sum(found == {"a"} for found in letters) / 400 < 0.8 and all(len(found) == 1 for found in letters)
     assert max(np.diff(data.train.cu_seqlens(n)).max() for n in range(40)) == 10
+
+
+def test_a_stopped_and_resumed_mixture_has_the_figures_of_one_that_was_not_stopped(tmp_path):
+    paths = [str(written(tmp_path / f"{letter}.jsonl", letter)) for letter in "ab"]
+    cfg = dataclasses.replace(kept(), data=DataConfig(cache_dir=str(tmp_path / "cache"), seq_len=32, mixture=paths, weights=[2, 1]))
+    for name in ("plain", "resumed"):
+        (tmp_path / name).mkdir()
+    assert train(cfg, single(), open_data(cfg), tmp_path / "plain", StopAfter()) is not None
+    assert train(cfg, single(), open_data(cfg), tmp_path / "resumed", StopAfter(3)) is None
+    assert train(cfg, single(), open_data(cfg), tmp_path / "resumed", StopAfter()) is not None
+    assert figures(tmp_path / "plain") == figures(tmp_path / "resumed") and len(figures(tmp_path / "plain")) >= 6
 
 
 @pytest.mark.parametrize(("data", "message"), [
