@@ -57,5 +57,6 @@ def test_training_takes_it_with_attention_deterministic():
 
     for deterministic in (False, True):
         cfg = Config()
-        cfg = dataclasses.replace(cfg, attention=dataclasses.replace(cfg.attention, deterministic=deterministic))
+        cfg = dataclasses.replace(cfg, attention=dataclasses.replace(cfg.attention, deterministic=deterministic),
+                                  data=dataclasses.replace(cfg.data, prefetch=False))  # there is no data
         assert Trainer(cfg, single(), None).model.embedding.deterministic is deterministic
