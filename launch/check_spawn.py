@@ -9,6 +9,7 @@ import dataclasses
 import datetime
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -88,12 +89,12 @@ def _supervise(job: _Job, name_of: Callable[[int], str], say: Callable[[str], No
             wait([p.sentinel for p in pending], timeout=max(0.0, min(1.0, deadline - time.monotonic())))
             say(f"ring: item {min(progress) + 1}")
             if failed is None and any(p.exitcode for p in ranks):
-                failed = next(r for r, p in enumerate(ranks) if p.exitcode)
+                failed = _cause(job, {r: p.exitcode for r, p in enumerate(ranks) if p.exitcode})
                 deadline = min(deadline, time.monotonic() + GRACE_S)
             if time.monotonic() >= deadline:
                 break
-        if failed is None:
-            failed = next((r for r, p in enumerate(ranks) if p.exitcode), None)
+        if failed is None and any(p.exitcode for p in ranks):
+            failed = _cause(job, {r: p.exitcode for r, p in enumerate(ranks) if p.exitcode})
         if failed is not None:
             said = _last_words(job, failed, ranks[failed].exitcode)
             raise RingFailure(f"rank {failed} of {job.num_processes}, at {place(failed)}: {said}")
@@ -106,6 +107,21 @@ def _supervise(job: _Job, name_of: Callable[[int], str], say: Callable[[str], No
                 process.kill()
             if process.pid is not None:
                 process.join()
+
+
+def _cause(job: _Job, exit_codes: dict[int, int]) -> int:
+    """Of the ranks seen to have failed together, the one that the others fell over.
+
+    Who dies without a word was killed or left; else it is who wrote its error first: the peers' errors come of the connection that
+    it dropped. Aborts (of gloo or NCCL) and the watchdog follow from others.
+    """
+    def order(rank: int) -> tuple[int, int, int]:
+        written = Path(job.folder) / f"rank{rank}.error"
+        if written.exists():
+            return 1, written.stat().st_mtime_ns, rank
+        return (2 if exit_codes[rank] in (-signal.SIGABRT, watchdog.EXIT_CODE) else 0), 0, rank
+
+    return min(exit_codes, key=order)
 
 
 def _last_words(job: _Job, rank: int, exitcode: int) -> str:

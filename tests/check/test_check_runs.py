@@ -155,6 +155,17 @@ def test_a_rank_that_raises_ends_the_ring_with_one_message_that_names_rank_and_p
                               name_of=["first", "the second"].__getitem__)
 
 
+def test_of_ranks_that_are_seen_to_fail_together_the_one_that_failed_first_is_named(tmp_path):
+    job = check_spawn._Job(print, (), 3, "cpu", 1.0, str(tmp_path))
+    for number, rank in enumerate((2, 0)):
+        (tmp_path / f"rank{rank}.error").write_text("an error")
+        os.utime(tmp_path / f"rank{rank}.error", ns=(0, 1000 + number))
+    assert check_spawn._cause(job, {0: 1, 2: 1}) == 2
+    assert check_spawn._cause(job, {0: 1, 1: -6, 2: 1}) == 2        # an abort follows from another's end
+    assert check_spawn._cause(job, {0: 1, 1: -9, 2: 1}) == 1        # a kill does not
+    assert check_spawn._cause(job, {1: -6}) == 1
+
+
 def test_a_kernel_that_is_not_here_is_one_message_of_the_real_ring_too():
     cell = Cell("hopper", "fp32", "causal", "zigzag", 2, 1, 8, 8)
     with pytest.raises(check_spawn.RingFailure, match=r"rank \d of 2.*hopper"):
