@@ -20,6 +20,7 @@ from ringflash.config import AttentionConfig, Config
 from ringflash.kernels import dispatch
 from ringflash.model import ModelConfig, Transformer
 from ringflash.sharding import ShardedBatch
+from ringflash.train.evaluation import evaluate
 from ringflash.train.gradients import clip_gradients, gradient_norm, sum_gradients
 from ringflash.train.optim import build_optimizer, learning_rate
 from ringflash.train.prefetch import Prefetcher, wanted_rows
@@ -165,21 +166,9 @@ class Trainer:
         tokens = self.samples_per_step * cfg.data.seq_len
         return StepResult(loss, norm, learning_rate(cfg.optim, step, cfg.train.steps), tokens, valid, wait_s * 1e3, stop > 0)
 
-    @torch.no_grad()
     def evaluate(self) -> tuple[float, int]:
-        """(mean held-out loss, valid tokens) over the first eval_sequences held-out samples, spread over dp; the same path as
-        training, and the same loss for every dp and cp."""
-        world, heldout = self.world, self.data.heldout
-        self.model.eval()
-        loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
-        valid = 0
-        for sample in range(world.dp_rank, min(self.cfg.train.eval_sequences, heldout.num_samples), world.dp):
-            sharded = self.shard(heldout.batch(sample, 0, 0, num_micro_batches=1, dp_size=1))
-            loss_sum += self.loss_sum(sharded).double()
-            valid += sharded.num_valid
-        # Every rank of a ring has the ring's count.
-        total, count = world.sum(float(loss_sum), valid)
-        return total / max(count / world.cp, 1), round(count / world.cp)
+        """(mean held-out loss, valid tokens), see ringflash.train.evaluation."""
+        return evaluate(self)
 
     def shard(self, batch: dict) -> ShardedBatch:
         """This rank's rows of a micro-batch of its ring; all ranks of the ring agree on mask, layout and batch here."""
