@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from ringflash.checkpointing import CheckpointConfig, checkpoint_problems
 from ringflash.data_options import NUM_TOKENS, POSITIONS, DataConfig, data_problems  # noqa: F401
 from ringflash.degrees import ParallelConfig, degrees_of, divisors, nearest, ulysses_problems
+from ringflash.memory_options import memory_problems
 from ringflash.rotary import RopeScaling, rope_problems
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "balanced", "auto")
@@ -78,6 +79,7 @@ class OptimConfig:
     eps: float = 1e-8
     momentum: float = 0.0  # sgd only
     grad_clip: float = 1.0  # 0: off
+    offload: bool = False  # AdamW's moments stay in pinned host memory and pass through the GPU once a step
 
 
 @dataclass
@@ -89,6 +91,12 @@ class TrainConfig:
     log_every: int = 1
     eval_every: int = 0  # 0: at the end only
     eval_sequences: int = 8  # of the held-out split, over all ranks
+    # What a layer keeps for its backward. none: everything; block: its input; block_save_attention: its input, and attention's
+    # output; offload: as block_save_attention, in pinned host memory; auto: the fastest of these that a memory model says fits.
+    activations: str = "none"
+    tile_rows: int = 0  # norms and MLP so many rows at a time, made again in the backward; 0: all rows at once
+    residual_dtype: str = "fp32"  # of the sum that runs through the layers
+    loss: str = "chunked"  # liger: Liger's fused linear cross-entropy, a GPU kernel
 
 
 @dataclass
@@ -131,7 +139,7 @@ def validate(cfg: Config, world_size: int) -> tuple[int, int]:
     problems = [problem] if problem else ulysses_problems(cfg.parallel, degrees[1], cfg.model.num_heads)
     for rules in (_model, _data, _attention, _optim, _train, _run):
         problems += rules(cfg)
-    problems += checkpoint_problems(cfg.checkpoint)
+    problems += checkpoint_problems(cfg.checkpoint) + memory_problems(cfg)
     if problems:
         raise ValueError("\n".join(problems))
     return degrees

@@ -91,6 +91,13 @@ RULES = [
     (dict(train__steps=0), 1, "train.steps=0: must be at least 1; nearest: 1"),
     (dict(train__accumulation=0), 1, "train.accumulation=0: must be at least 1; nearest: 1"),
     (dict(train__dtype="fp16"), 1, "train.dtype=fp16: is not built yet; valid: auto, fp32, bf16"),
+    (dict(train__activations="full"), 1, "train.activations=full: valid: none, block, block_save_attention, offload, auto"),
+    (dict(train__residual_dtype="fp16"), 1, "train.residual_dtype=fp16: valid: fp32, bf16"),
+    (dict(train__residual_dtype="bf16", train__dtype="fp32"), 1, "train.residual_dtype=bf16: activations are fp32 with "
+     "train.dtype=fp32; nearest: fp32, or train.dtype=bf16"),
+    (dict(train__tile_rows=-1), 1, "train.tile_rows=-1: must be at least 0; nearest: 0 (no tiles)"),
+    (dict(train__loss="fused"), 1, "train.loss=fused: valid: chunked, liger"),
+    (dict(optim__name="sgd", optim__offload=True), 1, "optim.offload=true: moves the moments of optim.name=adamw, optim.name=sgd"),
     (dict(checkpoint__every=-1), 1, "checkpoint.every=-1: must be at least 0; nearest: 0"),
     (dict(checkpoint__keep=0), 1, "checkpoint.keep=0: must be at least 1; nearest: 1"),
     (dict(checkpoint__on_error="ignore"), 1, "checkpoint.on_error=ignore: valid: warn, stop"),
