@@ -5,7 +5,6 @@ before the first backward. So each rank's backward gives its share of the true g
 """
 from __future__ import annotations
 
-import dataclasses
 import functools
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from torch import Tensor
 from ringflash import Mask, ring_attention, shard_batch
 from ringflash.config import AttentionConfig, Config
 from ringflash.kernels import dispatch
-from ringflash.model import ModelConfig, Transformer
+from ringflash.model.build import build_model, model_config
 from ringflash.sharding import ShardedBatch
 from ringflash.train.evaluation import evaluate
 from ringflash.train.gradients import clip_gradients, gradient_norm, sum_gradients
@@ -60,11 +59,6 @@ def select_kernel(cfg: Config, device: torch.device) -> dispatch.Backend:
         raise ValueError(f"attention.{error}") from error
 
 
-def model_config(cfg: Config) -> ModelConfig:
-    # Not asdict: that would make a dict of rope_scaling.
-    return ModelConfig(**{f.name: getattr(cfg.model, f.name) for f in dataclasses.fields(cfg.model)})
-
-
 def layer_masks(attention: AttentionConfig) -> tuple[Mask, ...]:
     """One mask per kind in attention.layers, in that order, as they repeat over the layers of the model; without documents."""
     window = Mask(window_size=tuple(attention.window_size), first_tokens=attention.first_tokens)
@@ -90,9 +84,7 @@ class Trainer:
         attention = functools.partial(ring_attention, group=world.cp_group, kernel=cfg.attention.kernel,
                                       exchange=cfg.attention.exchange, rotate=cfg.attention.rotate, routing=cfg.attention.routing,
                                       deterministic=cfg.attention.deterministic)
-        # Weights are a function of (seed, name, shape): equal on all ranks without a broadcast.
-        self.model = Transformer(model_config(cfg), attention, seed=cfg.train.seed,
-                                 deterministic=cfg.attention.deterministic).to(world.device)
+        self.model = build_model(cfg, attention).to(world.device)
         self.parameters = list(self.model.parameters())
         self.optimizer = build_optimizer(cfg.optim, self.parameters)
         self.dtype = activation_dtype(cfg, world.device)

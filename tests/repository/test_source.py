@@ -15,7 +15,7 @@ NOTE = re.compile(r"Note \[([^\]\n]+)\]")
 ALLOWED = {
     "kernels": set(),
     "ring": {"kernels", "mask", "layout"},
-    "model": {"loss", "rotary"},
+    "model": {"loss", "rotary", "config"},
     "loss": set(),
     "rotary": set(),
     "data": set(),
