@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..loss import CHUNK_ROWS, chunked_cross_entropy
 from ..rotary import RopeScaling, rope_problems
+from ..token_loss import TokenLoss, token_losses
 from .embedding import deterministic_embedding
 from .rope import rope_cos_sin, rope_rotate
 
@@ -180,9 +181,11 @@ class LossHead(nn.Module):
         self.chunk_rows, self.z_loss = config.loss_chunk_rows, config.z_loss
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim))
 
-    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, labels: Tensor, reduction: str = "sum") -> Tensor | TokenLoss:
         """hidden [B, S, dim], labels int64 [B, S] -> sum of the losses of valid rows, fp32 scalar. In eval mode without z-loss:
-        what is reported there is the cross-entropy."""
+        what is reported there is the cross-entropy. reduction="none": that of every row by itself, without gradient."""
+        if reduction == "none":
+            return token_losses(hidden, self.weight, labels, chunk_rows=self.chunk_rows)
         return chunked_cross_entropy(hidden, self.weight, labels, chunk_rows=self.chunk_rows,
                                      z_loss=self.z_loss if self.training else 0.0)[0]
 
@@ -225,9 +228,11 @@ class Transformer(nn.Module):
             generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
 
-    def forward(self, tokens: Tensor, positions: Tensor, labels: Tensor | None = None, *, layout=None) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, labels: Tensor | None = None, *, layout=None,
+                reduction: str = "sum") -> Tensor | TokenLoss:
         """tokens int64 [B, S] and their positions int64 [S] (S = 0 is legal) -> hidden [B, S, dim] after the last norm, or with
-        labels int64 [B, S] (-100: no label) the sum of the losses of valid rows, an fp32 scalar.
+        labels int64 [B, S] (-100: no label) the sum of the losses of valid rows, an fp32 scalar; with reduction="none" the loss of
+        each row (TokenLoss [B, S]), for evaluation.
 
         layout goes to attention as is. Where it has several masks, they repeat over the layers: layer i has layout.masks[i % n],
         so that all kinds of layer share one layout and one batch. With one mask (or none) attention takes the layout's own.
@@ -245,4 +250,4 @@ class Transformer(nn.Module):
         for index, layer in enumerate(self.layers):
             x = layer(x, cos, sin, layout, masks[index % len(masks)] if len(masks) > 1 else None)
         hidden = self.norm(x)
-        return hidden if labels is None else self.head(hidden, labels)
+        return hidden if labels is None else self.head(hidden, labels, reduction)
