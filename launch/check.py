@@ -34,16 +34,14 @@ if __name__ in ("__main__", "__mp_main__") and not __package__ and (ROOT / "pypr
 
 import torch
 
-from ringflash.kernels import dispatch
 from ringflash.launch import check_cells as cells
 from ringflash.launch.check_judge import Judge, judge_loopback, loopback_cell
-from ringflash.launch.check_problem import head_dim_v
+from ringflash.launch.check_kernels import chosen_kernels, valid_kernels, walked_variants
 from ringflash.launch.check_table import CellVerdict, report, write_json
 from ringflash.launch.counts import count, counts, duration
 from ringflash.ring.exchange import EXCHANGES
 from ringflash.ring.rotate import ROTATES
 
-KERNELS = {"cpu": ("cpu", "reference"), "cuda": ("triton", "reference")}
 SEQ_LENS = {"cpu": (5, 61), "cuda": (5, 389)}
 FULL_SEQ_LENS = {"cpu": (1, 5, 61, 128), "cuda": (1, 5, 128, 389, 1031)}
 HEAD_DIMS = {"cpu": (32,), "cuda": (128,)}
@@ -110,35 +108,9 @@ def choose(options: argparse.Namespace, name: str, default: Sequence, valid: Seq
     return tuple(given)
 
 
-def valid_kernels() -> list[str]:
-    return [name for name in dispatch.KERNELS if name != "auto"]
-
-
-def chosen_kernels(options: argparse.Namespace, dtypes: Sequence[str], head_dims: Sequence[int],
-                   variants: Sequence[str] = ("plain",)) -> tuple[str, ...]:
-    """The kernels to check; RuntimeError when one that was named cannot run here (none is ever replaced by another)."""
-    named = choose(options, "kernels", KERNELS[options.device], valid_kernels())
-    for kernel in named:
-        for dtype in dtypes:
-            for head_dim in head_dims:
-                for variant in variants:
-                    dispatch.select(kernel, device=options.device, dtype=cells.DTYPES[dtype], head_dim=head_dim,
-                                    head_dim_v=head_dim_v(variant, head_dim))
-    return named
-
-
-def walked_variants(kernel: str, options: argparse.Namespace, dtypes: Sequence[str], head_dims: Sequence[int]) -> tuple[str, ...]:
-    """The variants beside the plain one that this kernel takes at every dtype and head dim; what it does not take is said."""
-    found = []
-    for variant in cells.VARIANTS[1:]:
-        reasons = [dispatch.unavailable(kernel, device=options.device, dtype=cells.DTYPES[dtype], head_dim=head_dim,
-                                        head_dim_v=head_dim_v(variant, head_dim))
-                   for dtype in dtypes for head_dim in head_dims]
-        if any(reasons):
-            print(f"{kernel}: no cells of variant {variant}: {next(filter(None, reasons))}", flush=True)
-        else:
-            found.append(variant)
-    return tuple(found)
+def named_kernels(options: argparse.Namespace) -> tuple[str, ...] | None:
+    """None: the device's own."""
+    return None if options.kernels is None else choose(options, "kernels", (), valid_kernels())
 
 
 def matrix_cells(options: argparse.Namespace) -> list[cells.Cell]:
@@ -147,25 +119,30 @@ def matrix_cells(options: argparse.Namespace) -> list[cells.Cell]:
     seq_lens = choose(options, "seq_lens", (FULL_SEQ_LENS if options.full else SEQ_LENS)[options.device])
     cp_sizes = (options.processes,) if options.processes else choose(options, "cp_sizes", cells.CP_SIZES)
     named = choose(options, "variants", ("plain",), cells.VARIANTS)
-    kernels = chosen_kernels(options, dtypes, head_dims, named)
+    kernels = chosen_kernels(named_kernels(options), options.device, dtypes, head_dims, named)
     walked = {}
     if options.variants is None:
-        walked = {kernel: walked_variants(kernel, options, dtypes, head_dims) for kernel in kernels}
+        walked = {kernel: walked_variants(kernel, options.device, *takes) for kernel, takes in kernels.items()}
     masks, layouts = (choose(options, "masks", cells.MASKS, cells.ALL_MASKS),
                       choose(options, "layouts", cells.LAYOUTS, cells.ALL_LAYOUTS))
-    axes = dict(seq_lens=seq_lens, head_dims=head_dims, cp_sizes=cp_sizes, ratios=choose(options, "ratios", cells.RATIOS))
+    axes = dict(seq_lens=seq_lens, cp_sizes=cp_sizes, ratios=choose(options, "ratios", cells.RATIOS))
     everything = axes | dict(masks=choose(options, "masks", cells.ALL_MASKS),
                              layouts=choose(options, "layouts", cells.ALL_LAYOUTS))
 
     def combined(kernel: str, dtypes: Sequence[str], group: str = "") -> list[cells.Cell]:
-        return cells.pairwise_cells(kernel, dtypes=dtypes, variants=(*named, *walked.get(kernel, ())), group=group, **everything)
+        return cells.pairwise_cells(kernel, dtypes=dtypes, head_dims=kernels[kernel][1], group=group,
+                                    variants=(*named, *walked.get(kernel, ())), **everything)
 
     if options.pairwise:
-        return [cell for kernel in kernels for cell in combined(kernel, dtypes)]
-    found = cells.matrix(kernels, dtypes, masks=masks, layouts=layouts, diagonal=options.quick, variants=named, walked=walked,
-                         **axes)
-    per_walk = [dtypes] if options.quick else [(dtype,) for dtype in dtypes]
-    return found + [cell for kernel in kernels for walk in per_walk for cell in combined(kernel, walk, "combined")]
+        return [cell for kernel, (some, _) in kernels.items() for cell in combined(kernel, some)]
+    found = []
+    for kernel, (some, dims) in kernels.items():
+        found += cells.matrix((kernel,), some, masks=masks, layouts=layouts, diagonal=options.quick, variants=named, walked=walked,
+                              head_dims=dims, **axes)
+    for kernel, (some, _) in kernels.items():
+        for walk in [some] if options.quick else [(dtype,) for dtype in some]:
+            found += combined(kernel, walk, "combined")
+    return found
 
 
 def check_matrix(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[bool, list[CellVerdict]]:
@@ -213,7 +190,7 @@ def run_sections(options: argparse.Namespace, say: Callable[[str], None]) -> dic
         found["matrix"] = check_matrix(options, say)
     if options.interpreter:
         found["interpreter"] = check_interpreter(options)
-    scale_kernels = chosen_kernels(options, ("bf16",), (64,)) if any(others[2:6]) else ()
+    scale_kernels = tuple(chosen_kernels(named_kernels(options), device.type, ("bf16",), (64,))) if any(others[2:6]) else ()
     large = device.type == "cuda"
     if options.planted is not None:
         from ringflash.launch import check_planted
@@ -243,8 +220,8 @@ def run_sections(options: argparse.Namespace, say: Callable[[str], None]) -> dic
         from ringflash.launch import check_random
 
         found["random"] = check_random.check(options.random, options.seed, device=options.device,
-                                             kernels=choose(options, "kernels", KERNELS[options.device], valid_kernels()),
-                                             dtypes=choose(options, "dtypes", check_random.DTYPES, list(cells.DTYPES)), say=say)
+                                             kernels=named_kernels(options), say=say,
+                                             dtypes=choose(options, "dtypes", check_random.DTYPES, list(cells.DTYPES)))
     if options.train:
         from ringflash.launch.check_train import check_train
 

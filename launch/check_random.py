@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from ringflash.kernels import dispatch
-from ringflash.launch import check_problem
 from ringflash.launch.check_judge import Judge, loopback_cell
+from ringflash.launch.check_kernels import chosen_kernels
 from ringflash.launch.check_problem import LAYOUTS, MADE_LAYOUTS, ROTATES, ROUTINGS, Cell, Drawn, allowed
 from ringflash.launch.check_table import CellVerdict, report
 from ringflash.ring import simulator
@@ -29,7 +28,8 @@ _LONGEST = {"cpu": 60, "cuda": 400}
 def draw(seed: int, *, kernels: Sequence[str], dtypes: Sequence[str] = DTYPES, device: str = "cpu") -> Cell:
     """The problem of a seed: the same on every machine for the same arguments."""
     rng = random.Random(seed)
-    kernel, dtype, head_dim = rng.choice(kernels), rng.choice(dtypes), rng.choice(_HEAD_DIMS[device])
+    kernel = rng.choice(kernels)
+    dtype, head_dim = rng.choice(_dtypes(kernel, dtypes)), rng.choice(_HEAD_DIMS[device])
     cp_size, num_kv_heads, ratio = rng.choice((1, 2, 2, 3, 4, 5, 8)), rng.choice((1, 2, 3)), rng.choice((1, 1, 2, 3, 4, 7))
 
     def length() -> int:
@@ -55,6 +55,10 @@ def draw(seed: int, *, kernels: Sequence[str], dtypes: Sequence[str] = DTYPES, d
         kernel, dtype, name, rng.choice((*LAYOUTS, *MADE_LAYOUTS)), cp_size, ratio, seq_len, head_dim, num_kv_heads,
         batch=1 if "documents" in name else rng.choice((1, 1, 2)), deterministic=rng.random() < 0.5, rotate=rng.choice(ROTATES),
         routing=rng.choice(ROUTINGS), group="random", drawn=drawn)
+
+
+def _dtypes(kernel: str, dtypes: Sequence[str]) -> Sequence[str]:
+    return [dtype for dtype in dtypes if kernel != "hopper" or dtype != "fp32"] or dtypes
 
 
 def plan_fault(cell: Cell) -> str | None:
@@ -118,13 +122,14 @@ def judged(judge: Judge, cell: Cell, device: str) -> CellVerdict:
     return dataclasses.replace(verdict, seconds=time.perf_counter() - start)
 
 
-def check(count: int, seed: int, *, device: str, kernels: Sequence[str], dtypes: Sequence[str] = DTYPES,
+def check(count: int, seed: int, *, device: str, kernels: Sequence[str] | None, dtypes: Sequence[str] = DTYPES,
           say: Callable[[str], None] = lambda text: None) -> tuple[bool, list[CellVerdict]]:
-    """Draws and judges `count` problems, that of seed + i the i-th; prints the table. RuntimeError when a kernel cannot run."""
+    """Draws and judges `count` problems, that of seed + i the i-th; prints the table. kernels: None for the device's own.
+    RuntimeError when a kernel cannot run."""
+    if kernels is None:
+        kernels = tuple(chosen_kernels(None, device, dtypes, _HEAD_DIMS[device]))
     for kernel in kernels:
-        for dtype in dtypes:
-            for head_dim in _HEAD_DIMS[device]:
-                dispatch.select(kernel, device=device, dtype=check_problem.DTYPES[dtype], head_dim=head_dim)
+        chosen_kernels((kernel,), device, _dtypes(kernel, dtypes), _HEAD_DIMS[device])
     judge, verdicts = Judge(torch.device(device), keep=1), []
     for index in range(count):
         cell = draw(seed + index, kernels=kernels, dtypes=dtypes, device=device)
