@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from ringflash.checkpointing import CheckpointConfig, checkpoint_problems
 from ringflash.data_options import NUM_TOKENS, POSITIONS, DataConfig, data_problems  # noqa: F401
-from ringflash.degrees import ParallelConfig, degrees_of, divisors, nearest, ulysses_problems
+from ringflash.degrees import ParallelConfig, degrees_of, divisors, nearest, shard_problems, ulysses_problems
 from ringflash.memory_options import memory_problems
 from ringflash.rotary import RopeScaling, rope_problems
 
@@ -136,7 +136,8 @@ def validate(cfg: Config, world_size: int) -> tuple[int, int]:
     Raises ValueError with a line for each broken rule: dotted key and value, the rule with its numbers, the nearest valid values.
     """
     problem, degrees = degrees_of(cfg.parallel, world_size)
-    problems = [problem] if problem else ulysses_problems(cfg.parallel, degrees[1], cfg.model.num_heads)
+    problems = [problem] if problem else (ulysses_problems(cfg.parallel, degrees[1], cfg.model.num_heads)
+                                          + shard_problems(cfg.parallel, degrees[0] * degrees[1], cfg.train.accumulation))
     for rules in (_model, _data, _attention, _optim, _train, _run):
         problems += rules(cfg)
     problems += checkpoint_problems(cfg.checkpoint) + memory_problems(cfg)

@@ -12,8 +12,14 @@ class ParallelConfig:
     dp: int = 1
     cp: int = -1
     ulysses: int = 1
+    # Ranks that share one copy of weights, gradients and optimizer state: 1 none do, -1 all, n groups of n neighbours, a copy each.
+    shard: int = 1
+    reduce: str = "last"  # gradients of shards: in the last micro-batch of a step, or in each, so that no rank keeps whole ones
     nproc: int | None = None  # workers of a plain start; None: one per GPU, or one on CPU
     timeout_s: float = 600.0  # a collective that takes longer stops the run
+
+
+REDUCES = ("last", "each")
 
 
 def divisors(n: int) -> list[int]:
@@ -63,3 +69,23 @@ def ulysses_problems(parallel: ParallelConfig, cp: int, num_heads: int) -> list[
     valid = [d for d in divisors(cp) if num_heads % d == 0] if num_heads >= 1 else [1]
     return [f"parallel.ulysses={degree}: must divide the {cp} ranks of a sequence (parallel.cp) and model.num_heads={num_heads}; "
             f"nearest: {nearest(degree, valid)}"]
+
+
+def shard_size(parallel: ParallelConfig, world_size: int) -> int:
+    """Ranks that share one copy of the weights: parallel.shard with -1 resolved."""
+    return world_size if parallel.shard == -1 else parallel.shard
+
+
+def shard_problems(parallel: ParallelConfig, world_size: int, accumulation: int) -> list[str]:
+    """What is wrong with parallel.shard and parallel.reduce on dp * cp = world_size ranks."""
+    problems = []
+    shard, reduce = parallel.shard, parallel.reduce
+    if shard != -1 and (shard < 1 or world_size % shard):
+        problems.append(f"parallel.shard={shard}: must divide dp * cp = {world_size}, or be -1 for all of them; "
+                        f"nearest: {nearest(shard, divisors(world_size))}")
+    if reduce not in REDUCES:
+        problems.append(f"parallel.reduce={reduce}: valid: {', '.join(REDUCES)}")
+    elif reduce == "each" and (shard == 1 or accumulation == 1):
+        why = "weights are not sharded, parallel.shard=1" if shard == 1 else "a step has one micro-batch, train.accumulation=1"
+        problems.append(f"parallel.reduce=each: {why}; nearest: last")
+    return problems
