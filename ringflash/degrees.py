@@ -12,7 +12,7 @@ class ParallelConfig:
     dp: int = 1
     cp: int = -1
     ulysses: int = 1
-    # Ranks that share one copy of weights, gradients and optimizer state: 1 none do, -1 all, n groups of n neighbours, a copy each.
+    # Ranks that share one copy of weights, gradients and optimizer state: 1 none do; -1 all; n groups of n neighbours, each one.
     shard: int = 1
     reduce: str = "last"  # gradients of shards: in the last micro-batch of a step, or in each, so that no rank keeps whole ones
     nproc: int | None = None  # workers of a plain start; None: one per GPU, or one on CPU

@@ -212,9 +212,10 @@ class Transformer(nn.Module):
         self.init_weights(seed)
 
     @torch.no_grad()
-    def init_weights(self, seed: int) -> None:
+    def init_weights(self, seed: int, write: Callable[[Tensor, Tensor], None] = Tensor.copy_) -> None:
         """Normal(0, init_std), projections into the residual stream / sqrt(2 num_layers), norms 1, sinks 0. On the meta device:
-        nothing (call it again after to_empty). Leaves torch's global generator alone."""
+        nothing (call it again after to_empty). write(parameter, its value, whole and on the CPU) may keep a part of it. Leaves
+        torch's global generator alone."""
         for name, parameter in self.named_parameters():
             if parameter.is_meta:
                 continue
@@ -226,7 +227,7 @@ class Transformer(nn.Module):
             # One generator per name, on the CPU: independent of the order of parameters and of the device.
             digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+            write(parameter, torch.randn(parameter.shape, generator=generator) * std)
 
     def forward(self, tokens: Tensor, positions: Tensor, labels: Tensor | None = None, *, layout=None,
                 reduction: str = "sum") -> Tensor | TokenLoss:
