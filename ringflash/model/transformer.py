@@ -211,6 +211,11 @@ class Transformer(nn.Module):
             self.head.weight = self.embedding.weight
         self.init_weights(seed)
 
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """Its layers: what is sharded as one unit each."""
+        return list(self.layers)
+
     @torch.no_grad()
     def init_weights(self, seed: int, write: Callable[[Tensor, Tensor], None] = Tensor.copy_) -> None:
         """Normal(0, init_std), projections into the residual stream / sqrt(2 num_layers), norms 1, sinks 0. On the meta device:
