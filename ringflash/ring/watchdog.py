@@ -1,8 +1,9 @@
 """Where the ring is, in words, and a thread that ends a job that no longer moves.
 
 A dead or stuck peer leaves the others waiting in a C++ call or on a stream, where Python cannot raise. So the exchange keeps a
-record of (pass, call, step, hops) here; start() makes a thread that reads it, names what is stuck, tells the other
-ranks through the store, and ends the process with a non-zero code.
+record of (pass, call, step, hops) here, and training of its step and layer; start() makes a thread that reads it, names what is
+stuck, tells the other ranks through the store, leaves stacks and recordings of all ranks (post_mortem.py), and ends the process
+with a non-zero code.
 """
 from __future__ import annotations
 
@@ -15,28 +16,33 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from ringflash.ring import post_mortem
+
 EXIT_CODE = 75                                              # EX_TEMPFAIL: the world failed, not the user's input
 _KEY = "ringflash/watchdog"
+_LAST_WORDS_S = 2.0                                         # for the other ranks, after a report
 
 
 @dataclass(frozen=True)
 class Position:
     """One batch of one step, with what it moves."""
 
-    pass_: str                                              # forward | backward | agreement | warm-up
+    pass_: str                                              # forward | backward | agreement | warm-up | collective
     call: int                                               # how many ring calls of this pass this process had begun before
     step: int
     rank: str                                               # "cp rank 1 (global rank 3)"
     hops: tuple[str, ...]                                   # "receiving kv of cp rank 0 from cp rank 2 (global rank 5)", ...
+    place: str = field(default_factory=lambda: _place())    # "optimizer step 7, layers.2", where training says so
 
     def describe(self, hops: tuple[str, ...] | None = None) -> str:
         what = "; ".join(self.hops if hops is None else hops)
-        return f"{self.rank}, {self.pass_} call {self.call}, step {self.step}: {what}"
+        place = f" ({self.place})" if self.place else ""
+        return f"{self.rank}, {self.pass_} call {self.call}, step {self.step}{place}: {what}"
 
 
 class _Record:
@@ -49,10 +55,32 @@ class _Record:
         self.queued: deque[tuple[Position, torch.cuda.Event]] = deque()     # batches that a stream waits for (NCCL)
         self.moved = time.monotonic()                       # when the queue last got shorter, or stopped being empty
         self.last: Position | None = None                   # the last batch that is known to be complete
+        self.stage = self.layer = ""                        # where the model's user stands, in its own words
 
 
 _record = _Record()
 _watching: _Watchdog | None = None
+
+
+def at(*, stage: str | None = None, layer: str | None = None) -> None:
+    """What follows belongs to this stage ("optimizer step 7"; a new one is in no layer yet), or to this layer of the model. For
+    messages alone."""
+    if stage is not None:
+        _record.stage, _record.layer = stage, ""
+    if layer is not None:
+        _record.layer = layer
+
+
+def _place() -> str:
+    return ", ".join(word for word in (_record.stage, _record.layer) if word)
+
+
+@contextmanager
+def collective(what: str, rank: int, size: int) -> Iterator[None]:
+    """Around a collective that this thread waits for, and that is none of the ring's: a stall in it is told as one of a ring's."""
+    hops = (f"{what} with all {size} ranks",)
+    with waiting(Position("collective", next_call("collective"), 0, f"global rank {rank}", hops, _record.stage)):
+        yield
 
 
 def next_call(pass_: str) -> int:
@@ -180,15 +208,26 @@ class _Watchdog:
             return None
 
     def _abort(self, reason: str, publish: bool) -> None:
+        try:
+            self._report(reason, publish)
+        finally:
+            # Not sys.exit: the main thread is in a wait that never ends, and destructors of a broken group may wait as well.
+            os._exit(EXIT_CODE)
+
+    def _report(self, reason: str, publish: bool) -> None:
         print(f"ringflash: {reason}", file=sys.stderr, flush=True)
+        told = time.monotonic()
         if publish and self._store is not None:
             try:
                 self._store.set(_KEY, reason)
-                time.sleep(2 * self._poll_s)                # rank 0 may host the store: let the others read before it goes
             except RuntimeError as error:
                 print(f"ringflash: the store did not take the report: {error}", file=sys.stderr, flush=True)
-        # Not sys.exit: the main thread is in a wait that never ends, and destructors of a broken group may wait as well.
-        os._exit(EXIT_CODE)
+        written = post_mortem.write(reason)
+        if written is not None:
+            print(f"ringflash: stacks in {written}", file=sys.stderr, flush=True)
+        if publish and self._store is not None:
+            # Rank 0 may host the store, and a launcher ends the rest at the first exit: let the others read, and write.
+            time.sleep(max(told + _LAST_WORDS_S - time.monotonic(), 2 * self._poll_s))
 
 
 def start(timeout_s: float, store: Any | None = None, *, on_sigterm: bool = False, poll_s: float = 0.5) -> None:

@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 
 from ringflash.config import Config, parallel_degrees
-from ringflash.ring import watchdog
+from ringflash.ring import post_mortem, watchdog
 from ringflash.ring.heads import HeadSplit
 from ringflash.train.checkpoint import Checkpoints, ResumeError, SaveError
 from ringflash.train.exit_codes import REFUSED, TOLD
+from ringflash.train.places import tell_layers
 from ringflash.train.record import Recorder, save_weights
 from ringflash.train.stopping import StopRequest
 from ringflash.train.text import Data, open_data
@@ -60,6 +61,7 @@ def train(cfg: Config, world: World, data: Data, folder: Path | None, stop: Stop
     Every rank raises the same: NonFiniteError, SaveError, ResumeError."""
     stop = StopRequest() if stop is None else stop
     trainer = Trainer(cfg, world, data, stop.asked)
+    tell_layers(trainer.model)
     checkpoints = Checkpoints(cfg, world, trainer, folder)
     found = checkpoints.restore(lambda: _tell(world, accepted))
     progress = Progress(**found["progress"]) if found else Progress()
@@ -117,6 +119,7 @@ def _tell(world: World, accepted: Callable[[], None] | None) -> None:
 
 def _step(trainer: Trainer, recorder: Recorder, progress: Progress, start: float) -> bool:
     """One optimizer step; whether the ranks are to stop after it."""
+    watchdog.at(stage=f"optimizer step {progress.step + 1}")
     began = time.perf_counter()
     result = trainer.train_step(progress.step)
     step_s = time.perf_counter() - began
@@ -133,6 +136,7 @@ def _evaluation_is_due(cfg: Config, progress: Progress) -> bool:
 
 
 def _evaluate(trainer: Trainer, recorder: Recorder, progress: Progress, start: float) -> None:
+    watchdog.at(stage=f"evaluation after step {progress.step}")
     progress.heldout_loss, heldout_tokens = trainer.evaluate()
     progress.evaluated = progress.step
     recorder.evaluation({"step": progress.step, "heldout_loss": progress.heldout_loss, "valid_tokens": heldout_tokens,
@@ -181,6 +185,7 @@ def run(cfg: Config, *, store: dist.Store, rank: int, world_size: int, folder: P
     select_kernel(cfg, device).warmup(
         activation_dtype(cfg, device), model.resolved_head_dim, device, batch=cfg.data.batch_size, num_heads=heads.per_rank,
         num_kv_heads=heads.local_kv_heads, deterministic=cfg.attention.deterministic, softcap=model.softcap)
+    post_mortem.keep_in(folder, rank)
     try:
         world = connect(dp, cp, device, timeout_s=cfg.parallel.timeout_s + _GROUP_GRACE_S, store=store, rank=rank,
                         ulysses=cfg.parallel.ulysses)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from ringflash.ring import watchdog
+from ringflash.ring import post_mortem, watchdog
 
 _POLL_S = 0.1
 _PARENT_POLL_S = 0.5
@@ -56,6 +56,8 @@ class StopRequest:
     def check(self) -> None:
         """Ends the process when its time is over."""
         if self._deadline is not None and not self._saving and time.monotonic() > self._deadline:
+            # It may be this rank that is stuck, or a peer of its: the stacks say which.
+            post_mortem.write(f"checkpoint.grace_s={self.grace_s:g} after SIGTERM; {watchdog.describe()}")
             leave(signal.SIGTERM, f"not every rank came to the end of a step within checkpoint.grace_s={self.grace_s:g}; ")
 
 

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringflash.mesh import make_mesh, ranks_of
+from ringflash.mesh import make_mesh, make_shard_mesh, ranks_of
+from ringflash.ring import watchdog
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class World:
     """Where this rank stands. cp is the inner axis: the ranks of a ring follow each other, so a ring stays inside a host.
 
     The groups are None in a world of one rank, and cp_group is None for rings of one rank: such a ring has no messages. The cp ranks
-    are a ring of cp / ulysses places, each held by `ulysses` ranks.
+    are a ring of cp / ulysses places, each held by `ulysses` ranks. shard_mesh: its last axis are the ranks that share one copy of
+    the weights; None where each rank has a copy.
     """
 
     rank: int
@@ -27,6 +29,12 @@ class World:
     device: torch.device
     mesh: DeviceMesh | None = None
     ulysses: int = 1
+    shard_mesh: DeviceMesh | None = None
+
+    @property
+    def shard(self) -> int:
+        """Ranks that share one copy of the weights."""
+        return 1 if self.shard_mesh is None else self.shard_mesh.size(self.shard_mesh.ndim - 1)
 
     @property
     def dp_rank(self) -> int:
@@ -55,9 +63,11 @@ class World:
     def sum(self, *values: float) -> list[float]:
         """The sums over all ranks, in fp64 and in one collective."""
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
-        if self.group is not None:
+        if self.group is None:
+            return total.tolist()
+        with watchdog.collective("adding up the figures of a step", self.rank, self.world_size):
             dist.all_reduce(total, group=self.group)
-        return total.tolist()
+            return total.tolist()
 
 
 def single(device: torch.device | str = "cpu") -> World:
@@ -65,10 +75,11 @@ def single(device: torch.device | str = "cpu") -> World:
 
 
 def connect(dp: int, cp: int, device: torch.device, *, timeout_s: float, store: dist.Store | None = None,
-            rank: int | None = None, ulysses: int = 1) -> World:
+            rank: int | None = None, ulysses: int = 1, shard: int = 1) -> World:
     """Joins the process groups of a dp x cp world (gloo on CPU, NCCL on GPU) and warms every one of them up.
 
-    With a default group already there (tests), that one is used; else `store` and `rank` are needed.
+    With a default group already there (tests), that one is used; else `store` and `rank` are needed. shard: ranks that share one
+    copy of the weights, neighbours.
     """
     world_size = dp * cp
     if not dist.is_initialized():
@@ -81,9 +92,11 @@ def connect(dp: int, cp: int, device: torch.device, *, timeout_s: float, store: 
     elif dist.get_world_size() != world_size:
         raise ValueError(f"dp * cp = {dp} * {cp} = {world_size}: the process group has {dist.get_world_size()} ranks")
     mesh = make_mesh(dp, cp, device.type, ulysses) if world_size > 1 else None
-    world = World(rank=dist.get_rank(), world_size=world_size, dp=dp, cp=cp, device=device, mesh=mesh, ulysses=ulysses)
+    shard_mesh = make_shard_mesh(shard, device.type) if shard > 1 else None
+    world = World(rank=dist.get_rank(), world_size=world_size, dp=dp, cp=cp, device=device, mesh=mesh, ulysses=ulysses,
+                  shard_mesh=shard_mesh)
     # A first point-to-point batch that only some ranks join is undefined: a collective on each group comes before it.
-    for group in (world.group, world.dp_group, *ranks_of(world.cp_group).groups):
+    for group in (world.group, world.dp_group, *ranks_of(world.cp_group).groups, *(shard_mesh.get_all_groups() if shard_mesh else ())):
         if group is not None:
             dist.all_reduce(torch.zeros(1, device=device), group=group)
     return world
