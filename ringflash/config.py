@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from ringflash.checkpointing import CheckpointConfig, checkpoint_problems
 from ringflash.data_options import NUM_TOKENS, POSITIONS, DataConfig, data_problems  # noqa: F401
 from ringflash.degrees import ParallelConfig, degrees_of, divisors, nearest, shard_problems, ulysses_problems
+from ringflash.eval_options import EvalConfig, eval_problems, profile_problems
 from ringflash.memory_options import memory_problems
 from ringflash.rotary import RopeScaling, rope_problems
 
@@ -97,6 +98,12 @@ class TrainConfig:
     tile_rows: int = 0  # norms and MLP so many rows at a time, made again in the backward; 0: all rows at once
     residual_dtype: str = "fp32"  # of the sum that runs through the layers
     loss: str = "chunked"  # liger: Liger's fused linear cross-entropy, a GPU kernel
+    on_nonfinite: str = "stop"  # when loss or gradient norm are NaN or inf: stop, or skip (the step changes nothing, on any rank)
+    max_skipped: int = 10  # in a row; one more ends the run
+    tensorboard: bool = False  # the figures of metrics.jsonl also as event files, in the run folder's tensorboard/
+    profile: int = 0  # steps of which a trace is written, to be looked at in chrome://tracing or ui.perfetto.dev; 0: none
+    profile_after: int = 3  # steps that come before them
+    profile_ranks: list[int] = field(default_factory=lambda: [0])  # whose steps
 
 
 @dataclass
@@ -118,6 +125,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
@@ -140,7 +148,8 @@ def validate(cfg: Config, world_size: int) -> tuple[int, int]:
                                           + shard_problems(cfg.parallel, degrees[0] * degrees[1], cfg.train.accumulation))
     for rules in (_model, _data, _attention, _optim, _train, _run):
         problems += rules(cfg)
-    problems += checkpoint_problems(cfg.checkpoint) + memory_problems(cfg)
+    problems += checkpoint_problems(cfg.checkpoint) + memory_problems(cfg) + eval_problems(cfg)
+    problems += profile_problems(cfg.train.profile_ranks, world_size)
     if problems:
         raise ValueError("\n".join(problems))
     return degrees

@@ -14,6 +14,7 @@ NUM_TOKENS = 257  # ringflash.data.VOCAB_SIZE
 class DataConfig:
     """Where the text comes from, and how it is packed to seq_len."""
 
+    task: str = "text"  # what is learnt: the text itself, or passkey (eval.passkey says what its keys look like)
     # A file, a glob, a folder, or what `ringflash prepare` wrote; None: the running Python's own library.
     path: str | None = None
     pattern: str = "**/*"  # which files under a folder

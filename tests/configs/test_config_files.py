@@ -11,7 +11,7 @@ from ringflash.config import Config, ModelConfig, validate
 from ringflash.launch.train import misspelt, register_schema, to_config
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-GROUPS = ("model", "data", "attention", "parallel", "optim", "train", "checkpoint", "run")
+GROUPS = ("model", "data", "attention", "parallel", "optim", "train", "eval", "checkpoint", "run")
 FILES = sorted(p.relative_to(CONFIGS).with_suffix("") for p in CONFIGS.rglob("*.yaml") if p.parent != CONFIGS)
 EXPERIMENTS = sorted(p.stem for p in (CONFIGS / "experiment").glob("*.yaml"))
 DEBUGS = sorted(p.stem for p in (CONFIGS / "debug").glob("*.yaml"))
