@@ -94,6 +94,17 @@ def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
     return rank, dist.get_world_size(group)
 
 
+def make_shard_mesh(shard_size: int, device_type: str) -> dist.DeviceMesh:
+    """All ranks as ("shard",), or ("replicate", "shard") where groups of shard_size neighbours have a copy of the weights each.
+    ValueError unless shard_size divides the world size."""
+    world_size = dist.get_world_size()
+    if shard_size < 1 or world_size % shard_size:
+        raise ValueError(f"shard_size={shard_size}: must divide world_size={world_size}")
+    if shard_size == world_size:
+        return dist.init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
+    return dist.init_device_mesh(device_type, (world_size // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
+
+
 def make_mesh(dp_size: int, cp_size: int, device_type: str, ulysses_size: int = 1) -> dist.DeviceMesh:
     """The mesh of dp_size * cp_size ranks: ("dp", "cp"), or with ulysses_size > 1 ("dp", "ring", "ulysses") with cp_size =
     ring * ulysses; ranks that share a sequence are neighbours, those that share heads the nearest, so that a host holds them.

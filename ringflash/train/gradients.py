@@ -1,11 +1,15 @@
 """The one place where gradients meet: summed over all ranks in fp32, measured, clipped."""
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ringflash.train.world import World
 
 BUCKET_ELEMENTS = 16 * 2**20  # 64 MiB of fp32: large enough for full bandwidth, small beside the weights
 
@@ -15,9 +19,10 @@ def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup |
     """Replaces every gradient by its sum over the ranks of `group`, added in fp32 in flat buckets; in place.
 
     SUM, never a mean: the loss was already divided by the valid count of the whole optimizer step. A parameter that got no
-    gradient here (a rank whose labels are all ignored) counts as zeros, so all ranks send the same bytes.
+    gradient here (a rank whose labels are all ignored) counts as zeros, so all ranks send the same bytes. Those of sharded
+    parameters were added when they were reduced to shards.
     """
-    for bucket in _buckets(parameters):
+    for bucket in _buckets(p for p in parameters if not isinstance(p, DTensor)):
         for parameter in bucket:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -30,19 +35,30 @@ def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup |
 
 
 @torch.no_grad()
-def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The global L2 norm, fp64 scalar. Gradients are summed already, so every rank finds the same norm without asking."""
-    squares = [parameter.grad.double().square().sum() for parameter in parameters]
-    return torch.stack(squares).sum().sqrt()
+def gradient_norm(parameters: Iterable[nn.Parameter], world: World | None = None) -> float:
+    """The global L2 norm, in fp64. Gradients are summed already, so every rank finds the same norm without asking; the squares of
+    shards are added over all ranks of world first."""
+    own, shards = [], []
+    for parameter in parameters:
+        grad = parameter.grad
+        is_shard = isinstance(grad, DTensor)
+        # fp64 in the reduction alone, not as a copy of the gradient.
+        norm = torch.linalg.vector_norm(grad.to_local() if is_shard else grad, dtype=torch.float64)
+        (shards if is_shard else own).append(norm.square())
+    squares = float(torch.stack(own).sum()) if own else 0.0
+    if shards:
+        # Of equal copies the first speaks for all, and all hear the same number.
+        squares += world.sum(float(torch.stack(shards).sum()) if world.rank < world.shard else 0.0)[0]
+    return math.sqrt(squares)
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, max_norm: float) -> None:
     """Scales all gradients by max_norm / norm where the norm exceeds max_norm; max_norm 0 leaves them alone."""
     if max_norm > 0 and norm > max_norm:
-        factor = float(max_norm / norm)
+        factor = max_norm / norm
         for parameter in parameters:
-            parameter.grad.mul_(factor)
+            (parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad).mul_(factor)
 
 
 def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
