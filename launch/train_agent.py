@@ -1,7 +1,8 @@
 """torchrun as a plain start runs it; not called by hand: train_agent.py PARENT_PID NPROC RESTARTS FOLDER.
 
-Two things more than `python -m torch.distributed.run`: ranks that ended in words of their own are not followed by torchrun's
-traceback, which tells of a crash; and it stops the ranks, as on SIGTERM, when launch/train.py has died.
+Three things more than `python -m torch.distributed.run`: ranks that ended in words of their own are not followed by torchrun's
+traceback, which tells of a crash, and are not started again, whatever RESTARTS says, since they would end in the same words; and it
+stops the ranks, as on SIGTERM, when launch/train.py has died.
 """
 from __future__ import annotations
 
@@ -30,11 +31,13 @@ def main(argv: list[str]) -> int:
     of a rank raises torchrun's ChildFailedError."""
     parent, nproc, restarts, folder = argv
     from torch.distributed import run
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(Quiet())
     threading.Thread(target=stop_without, args=(int(parent),), daemon=True).start()
+    never_again_after_words(LocalElasticAgent)
     # A file where there is one to run, else the installed module.
     target = [str(CHECKOUT / "launch" / "train.py")] if IS_CHECKOUT else ["-m", "ringflash.launch.train"]
     try:
@@ -55,6 +58,19 @@ def spoken_of(exit_codes: list[int]) -> int | None:
     if not said or not said <= {REFUSED, TOLD}:
         return None
     return REFUSED if said == {REFUSED} else 1
+
+
+def never_again_after_words(agent: type) -> None:
+    """Agents of this class start no ranks again that rank 0 has spoken for."""
+    look = agent._monitor_workers
+
+    def look_and_count(self, worker_group):
+        found = look(self, worker_group)
+        if found.failures and spoken_of([failure.exitcode for failure in found.failures.values()]) is not None:
+            self._remaining_restarts = 0
+        return found
+
+    agent._monitor_workers = look_and_count
 
 
 class Quiet(logging.Filter):

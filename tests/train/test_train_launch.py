@@ -196,9 +196,12 @@ def a_long_run(cwd: Path, *overrides: str, steps: int = 1) -> tuple[subprocess.P
     """A 2-rank run without end, once it has taken `steps` steps; and the pids of its ranks."""
     process = subprocess.Popen([*SCRIPT, *MINI, "train.steps=100000", *overrides], cwd=cwd, env=environment(), stdout=subprocess.DEVNULL,
                                stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 80.0
+    # Long: beside other tests that keep every core busy, three interpreters and torchrun may take a minute to start.
+    deadline = time.monotonic() + 100.0
     while not any(f.read_bytes().count(b"\n") >= steps for f in cwd.glob("outputs/mini-*/metrics.jsonl")):
-        assert process.poll() is None and time.monotonic() < deadline, "no step was taken"
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.terminate()
+            pytest.fail(f"step {steps} was not taken; {process.communicate(timeout=30.0)[1]}")
         time.sleep(0.2)
     ranks = [pid for pid in descendants(process.pid)
              if b"--run-folder" in (line := Path(f"/proc/{pid}/cmdline").read_bytes()) and b"torch.distributed.run" not in line]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from checkpoint_runs import go, kept, whole
@@ -17,7 +18,7 @@ from test_checkpoint_launch import running, steps_of
 from test_train_launch import MINI, ROOT, a_long_run, descendants, environment, launch, own_launcher
 
 from ringflash.launch.train import check_overrides
-from ringflash.launch.train_agent import Quiet, spoken_of
+from ringflash.launch.train_agent import Quiet, never_again_after_words, spoken_of
 from ringflash.train import checkpoint_files as files
 from ringflash.train.checkpoint import ResumeError
 from ringflash.train.folder import stop_mark, write_description
@@ -44,7 +45,8 @@ def contents(folder: Path) -> dict[str, tuple]:
 @pytest.mark.slow
 def test_a_refused_resume_changes_nothing_says_one_line_and_the_next_one_goes_on(finished):
     before = contents(finished)
-    done = launch(finished.parent, "--resume", str(finished), "model.dim=48")
+    # With restarts: a refusal would be the same each time, and is said once.
+    done = launch(finished.parent, "--resume", str(finished), "model.dim=48", "checkpoint.restarts=2")
     said = [line for line in done.stderr.splitlines() if "run folder" not in line]
     assert done.returncode == 2 and len(said) == 1, done.stderr
     assert f"ringflash train: {finished}/checkpoints/step-00000004 is of another model or optimizer" in said[0]
@@ -96,6 +98,19 @@ def test_ranks_whose_launcher_is_killed_save_and_end(tmp_path, victim):
 ])
 def test_only_ranks_that_ended_in_words_spare_the_traceback_of_torchrun(codes, expected):
     assert spoken_of(codes) == expected
+
+
+@pytest.mark.parametrize(("codes", "left"), [([2, 2], 0), ([3], 0), ([-9], 3), ([1, 2], 3), ([], 3)])
+def test_ranks_are_started_again_after_a_crash_and_not_after_words(codes, left):
+    class Agent:
+        _remaining_restarts = 3
+
+        def _monitor_workers(self, worker_group):
+            return SimpleNamespace(failures={rank: SimpleNamespace(exitcode=code) for rank, code in enumerate(codes)})
+
+    never_again_after_words(Agent)
+    agent = Agent()
+    assert len(agent._monitor_workers(None).failures) == len(codes) and agent._remaining_restarts == left
 
 
 @pytest.mark.parametrize(("code", "passes"), [(2, False), (3, False), (1, True), (-9, True)])
