@@ -1,6 +1,6 @@
 """Makes a text ready for training, once: `python launch/prepare.py SOURCE... -o FOLDER`, then `data.path=FOLDER`.
 
-Reads text, jsonl and .bin, and writes the tokens as one file that training maps into memory, with an index of the documents. The folder
+Reads text, jsonl, parquet and .bin, and writes the tokens as one file that training maps into memory, with an index of the documents. The folder
 appears when it is whole, and not before; one that is there already is refused.
 """
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("-o", "--output", required=True, help="the folder to write, which must not exist")
     parser.add_argument("--pattern", default="**/*", help="which files under a folder (default **/*)")
     parser.add_argument("--format", default="auto", choices=("auto", *FORMATS), help="auto: by the files' endings")
-    parser.add_argument("--text-field", default="text", help="of a jsonl's records")
+    parser.add_argument("--text-field", default="text", help="of a jsonl's records, or the column of a parquet file")
     parser.add_argument("--tokenizer", default="bytes", help="bytes, or the path of a tokenizer.json")
     parser.add_argument("--document-start", help="the tokenizer.json's token that begins each document")
     parser.add_argument("--bin-dtype", default="uint16", choices=BIN_DTYPES, help="of a .bin without a header")

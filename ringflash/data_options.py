@@ -4,7 +4,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-FORMATS = ("auto", "text", "jsonl", "bin")
+FORMATS = ("auto", "text", "jsonl", "parquet", "bin")
 BIN_DTYPES = ("uint16", "uint32")
 POSITIONS = ("global", "document")
 NUM_TOKENS = 257  # ringflash.data.VOCAB_SIZE
@@ -20,8 +20,8 @@ class DataConfig:
     pattern: str = "**/*"  # which files under a folder
     mixture: list[str] = field(default_factory=list)  # several such paths, instead of one
     weights: list[float] = field(default_factory=list)  # their shares of the samples; []: equal ones
-    format: str = "auto"  # of the files; auto: by their endings, .jsonl, .bin, else text
-    text_field: str = "text"  # of a jsonl's records
+    format: str = "auto"  # of the files; auto: by their endings, .jsonl, .parquet, .bin, else text
+    text_field: str = "text"  # of a jsonl's records, or the column of a parquet file
     tokenizer: str = "bytes"  # or the path of a tokenizer.json
     document_start: str | None = None  # the tokenizer.json's token that begins each document; None: the one with a usual name
     bin_dtype: str = "uint16"  # of a .bin without a header
@@ -62,7 +62,7 @@ def data_problems(d: DataConfig, vocab_size: int, accumulation: int) -> list[str
         if getattr(d, key) not in valid:
             problems.append(f"data.{key}={getattr(d, key)}: valid: {', '.join(valid)}")
     if not d.text_field:
-        problems.append("data.text_field='': names no field of a jsonl's records, e.g. data.text_field=text")
+        problems.append("data.text_field='': names no field of a jsonl's records and no column of a parquet file, e.g. data.text_field=text")
     if d.bin_document_start is not None and d.bin_document_start < 0:
         problems.append(f"data.bin_document_start={d.bin_document_start}: must be at least 0, or null; nearest: 0")
     problems += _mixture(d)

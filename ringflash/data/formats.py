@@ -1,4 +1,4 @@
-"""What is in a file: a text, a jsonl of texts, or a .bin of tokens; read one document at a time.
+"""What is in a file: a text, a jsonl or parquet (parquet.py) of texts, or a .bin of tokens; read one document at a time.
 
 A .bin holds little-endian uint16 or uint32 tokens, bare as nanoGPT writes them, or behind the 1024-byte header of llm.c (which
 says the type and the number of tokens).
@@ -14,10 +14,10 @@ from typing import BinaryIO
 
 import numpy as np
 
-FORMATS = ("text", "jsonl", "bin")
+FORMATS = ("text", "jsonl", "parquet", "bin")
 BIN_DTYPES = ("uint16", "uint32")
 CHUNK_TOKENS = 1 << 20
-_ENDINGS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".bin": "bin"}
+_ENDINGS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".bin": "bin"}
 _HEADER_BYTES = 1024
 _HEADERS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # (magic, version)
 
@@ -37,7 +37,7 @@ class Reading:
 
 
 def format_of(path: Path, asked: str) -> str:
-    """data.format, or with "auto" what the file's ending says: text unless .jsonl, .ndjson or .bin."""
+    """data.format, or with "auto" what the file's ending says: text unless .jsonl, .ndjson, .parquet or .bin."""
     return _ENDINGS.get(path.suffix.lower(), "text") if asked == "auto" else asked
 
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from .corpus import MIN_DOCUMENTS_TO_SPLIT, Corpus, corpus_of
 from .formats import CHUNK_TOKENS, Reading, bin_documents, format_of, jsonl_documents, open_bin, text_document
+from .parquet import parquet_documents
 from .sources import Source
 from .tokenizer import BYTES, load_tokenizer
 
@@ -128,8 +129,11 @@ class _Documents:
                     yield self.tokenizer.encode(text)
 
     def _texts(self, path: Path) -> Iterator[bytes]:
-        if format_of(path, self.reading.format) == "jsonl":
+        kind = format_of(path, self.reading.format)
+        if kind == "jsonl":
             yield from jsonl_documents(path, self.reading.text_field)
+        elif kind == "parquet":
+            yield from parquet_documents(path, self.reading.text_field)
         else:
             yield text_document(path)
 

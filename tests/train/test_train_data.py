@@ -80,7 +80,7 @@ def test_a_stopped_and_resumed_mixture_has_the_figures_of_one_that_was_not_stopp
     (dict(mixture=["a", "b"], weights=[1.0, 0.0]), "data.weights=[1.0, 0.0]: each must be a finite number above 0"),
     (dict(mixture=["a"], path="b"), "data.path=b: given beside data.mixture"),
     (dict(mixture=["a", ""]), "data.mixture=['a', '']: an entry names no file"),
-    (dict(format="parquet"), "data.format=parquet: valid: auto, text, jsonl, bin"),
+    (dict(format="csv"), "data.format=csv: valid: auto, text, jsonl, parquet, bin"),
     (dict(bin_dtype="int32"), "data.bin_dtype=int32: valid: uint16, uint32"),
     (dict(max_document_tokens=1), "data.max_document_tokens=1: must be at least 2, or null; nearest: 2"),
     (dict(text_field=""), "data.text_field='': names no field"),
