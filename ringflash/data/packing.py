@@ -43,8 +43,11 @@ class Samples:
 
     def batch(self, step: int, micro_batch: int, dp_rank: int, *, num_micro_batches: int, dp_size: int, origin: int = 0) -> dict:
         """{"tokens": LazyTokens [B, seq_len]} and, with document_mask, "cu_seqlens": int32 [N + 1]. See sample_numbers."""
-        samples = self.sample_numbers(step, micro_batch, dp_rank, num_micro_batches=num_micro_batches, dp_size=dp_size,
-                                      origin=origin)
+        return self.batch_of(self.sample_numbers(step, micro_batch, dp_rank, num_micro_batches=num_micro_batches, dp_size=dp_size,
+                                                 origin=origin))
+
+    def batch_of(self, samples: tuple[int, ...]) -> dict:
+        """As batch(), of these samples."""
         batch = {"tokens": LazyTokens(self, samples)}
         if self.document_mask:
             batch["cu_seqlens"] = self.cu_seqlens(samples[0])

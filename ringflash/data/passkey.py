@@ -105,9 +105,9 @@ class PasskeyDataset(Samples):
         tokens[is_filler] = self.filler.read(sample, rest - np.where(rest >= first, len(said), 0))
         return tokens
 
-    def batch(self, step: int, micro_batch: int, dp_rank: int, **options) -> dict:
-        """As Samples.batch, with "labels" (aligned with tokens, not shifted) unless they are everywhere."""
-        batch = super().batch(step, micro_batch, dp_rank, **options)
+    def batch_of(self, samples: tuple[int, ...]) -> dict:
+        """As Samples.batch_of, with "labels" (aligned with tokens, not shifted) unless they are everywhere."""
+        batch = super().batch_of(samples)
         if not self.everywhere:
             batch["labels"] = Answers(self, batch["tokens"].samples)
         return batch

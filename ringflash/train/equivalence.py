@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringflash.config import Config, OptimConfig, parallel_degrees
+from ringflash.degrees import shard_size
+from ringflash.train.sharded import load_weights, whole
 from ringflash.train.text import Data
 from ringflash.train.trainer import Trainer, activation_dtype
 from ringflash.train.world import World, connect, single
@@ -79,7 +81,7 @@ def run(cfg: Config, data: Data, *, device: torch.device, group: dist.ProcessGro
     dp, cp = parallel_degrees(cfg, dist.get_world_size() if group is not None else 1)
     ring = dataclasses.replace(cfg, optim=_SGD)
     world = single(device) if group is None else connect(
-        dp, cp, device, timeout_s=cfg.parallel.timeout_s, ulysses=cfg.parallel.ulysses)
+        dp, cp, device, timeout_s=cfg.parallel.timeout_s, ulysses=cfg.parallel.ulysses, shard=shard_size(cfg.parallel, dp * cp))
     alone = dataclasses.replace(ring, train=dataclasses.replace(cfg.train, accumulation=cfg.train.accumulation * dp))
     dtype = activation_dtype(cfg, device)
     got, one_rank = (_step(Trainer(made, where, data), weights) for made, where in ((ring, world), (alone, single(device))))
@@ -118,10 +120,10 @@ def _figures(got: Tensor, one_rank: Tensor, want: Tensor, world: World) -> Tenso
 def _step(trainer: Trainer, weights: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     """Everything that one step yields, by name, in fp64."""
     if weights is not None:
-        trainer.model.load_state_dict(weights)
+        load_weights(trainer.model, weights)
     result = trainer.train_step(0)
     found = {name: torch.tensor(value, dtype=torch.float64)
              for name, value in (("loss", result.loss), ("gradient norm", result.grad_norm))}
-    found |= {f"gradient of {name}": p.grad for name, p in trainer.model.named_parameters()}
-    found |= {f"weight {name}": p.detach() for name, p in trainer.model.named_parameters()}
+    found |= {f"gradient of {name}": whole(p.grad) for name, p in trainer.model.named_parameters()}
+    found |= {f"weight {name}": whole(p.detach()) for name, p in trainer.model.named_parameters()}
     return {name: tensor.to(device=trainer.world.device, dtype=torch.float64) for name, tensor in found.items()}

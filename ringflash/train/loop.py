@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 
 from ringflash.config import Config, parallel_degrees
+from ringflash.degrees import shard_size
 from ringflash.ring import post_mortem, watchdog
 from ringflash.ring.heads import HeadSplit
 from ringflash.train.checkpoint import Checkpoints, ResumeError, SaveError
 from ringflash.train.exit_codes import REFUSED, TOLD
 from ringflash.train.places import tell_layers
 from ringflash.train.record import Recorder, save_weights
+from ringflash.train.sharded import full_state_dict
 from ringflash.train.stopping import StopRequest
 from ringflash.train.text import Data, open_data
 from ringflash.train.trainer import NonFiniteError, StepResult, Trainer, activation_dtype, model_config, select_kernel
@@ -96,9 +98,10 @@ def train(cfg: Config, world: World, data: Data, folder: Path | None, stop: Stop
     finally:
         recorder.close()
     summary = _summary(cfg, trainer, progress)
+    weights = full_state_dict(trainer.model) if cfg.run.save_weights and folder is not None else None
     if world.rank == 0 and folder is not None:
-        if cfg.run.save_weights:
-            save_weights(folder / "weights.pt", trainer.model)
+        if weights is not None:
+            save_weights(folder / "weights.pt", weights)
         recorder.finish(summary, plot=cfg.run.plot, unigram_nats=data.unigram_nats)
     checkpoints.close()
     return summary
@@ -154,7 +157,7 @@ def _summary(cfg: Config, trainer: Trainer, progress: Progress) -> dict:
     world = trainer.world
     summary = {
         "steps": cfg.train.steps,
-        "parameters": sum(p.numel() for p in trainer.parameters),
+        "parameters": trainer.num_parameters,
         "ranks": f"dp {world.dp} x cp {world.cp}{_shared(world)} on {world.device.type}",
         "kernel": select_kernel(cfg, world.device).name,
         "tokens": progress.tokens,
@@ -188,7 +191,7 @@ def run(cfg: Config, *, store: dist.Store, rank: int, world_size: int, folder: P
     post_mortem.keep_in(folder, rank)
     try:
         world = connect(dp, cp, device, timeout_s=cfg.parallel.timeout_s + _GROUP_GRACE_S, store=store, rank=rank,
-                        ulysses=cfg.parallel.ulysses)
+                        ulysses=cfg.parallel.ulysses, shard=shard_size(cfg.parallel, world_size))
         watchdog.start(cfg.parallel.timeout_s, store.clone() if world_size > 1 else None)
         if train(cfg, world, data, folder, stop, accepted) is None and rank == 0:
             print(f"ringflash train: stopped by SIGTERM, and saved; to go on: --resume {folder}", file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor
 from tqdm import tqdm
 
 from ringflash.config import Config
@@ -156,9 +156,8 @@ def plot_loss(path: Path, train: list[dict], evals: list[dict], unigram_nats: fl
     pyplot.close(figure)
 
 
-def save_weights(path: Path, model: nn.Module) -> None:
-    """The model's state_dict on the CPU; the file is whole or absent."""
-    state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+def save_weights(path: Path, state: dict[str, Tensor]) -> None:
+    """A state_dict on the CPU; the file is whole or absent."""
     part = path.with_name(path.name + ".part")
     with open(part, "wb") as file:
         torch.save(state, file)

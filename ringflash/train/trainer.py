@@ -6,6 +6,7 @@ before the first backward. So each rank's backward gives its share of the true g
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from ringflash.train.evaluation import evaluate
 from ringflash.train.gradients import clip_gradients, gradient_norm, sum_gradients
 from ringflash.train.optim import build_optimizer, learning_rate
 from ringflash.train.prefetch import Prefetcher, wanted_rows
+from ringflash.train.replicas import Replicas
+from ringflash.train.sharded import build_sharded, reshard, set_reduction
 from ringflash.train.text import Data
 from ringflash.train.world import World
 
@@ -40,6 +43,8 @@ class StepResult:
     valid_tokens: int
     data_wait_ms: float = 0.0  # of this rank, for its rows
     stop: bool = False  # some rank was told to stop: all of them do, after this step
+    pairs_imbalance: float = 1.0  # of the replicas' attention, costliest over mean; 1: even
+    pairs_imbalance_in_order: float = 1.0  # the same if samples were not dealt by their pairs
 
 
 def activation_dtype(cfg: Config, device: torch.device) -> torch.dtype:
@@ -79,16 +84,19 @@ class Trainer:
 
     def __init__(self, cfg: Config, world: World, data: Data, asked_to_stop: Callable[[], bool] = lambda: False):
         self.cfg, self.world, self.data, self.asked_to_stop = cfg, world, data, asked_to_stop
-        self.samples_per_step = world.dp * cfg.train.accumulation * cfg.data.batch_size
+        self.replicas = Replicas(data.train, layer_masks(cfg.attention), world.dp, cfg.train.accumulation)
+        self.samples_per_step = self.replicas.samples_per_step
         self.origin = 0  # the number of the sample that step 0 would begin with
         attention = functools.partial(ring_attention, group=world.cp_group, kernel=cfg.attention.kernel,
                                       exchange=cfg.attention.exchange, rotate=cfg.attention.rotate, routing=cfg.attention.routing,
                                       deterministic=cfg.attention.deterministic)
-        self.model = build_model(cfg, attention).to(world.device)
-        self.parameters = list(self.model.parameters())
-        self.optimizer = build_optimizer(cfg.optim, self.parameters)
         self.dtype = activation_dtype(cfg, world.device)
-
+        build = functools.partial(build_model, cfg, attention)
+        self.model = build().to(world.device) if world.shard_mesh is None else \
+            build_sharded(build, world.shard_mesh, world.device, self.dtype, cfg.train.seed)
+        self.parameters = list(self.model.parameters())
+        self.num_parameters = sum(parameter.numel() for parameter in self.parameters)
+        self.optimizer = build_optimizer(cfg.optim, self.parameters)
         self.prefetcher = Prefetcher(data.train, self.rows) if cfg.data.prefetch else None
 
     def rows(self, samples: tuple[int, ...]) -> np.ndarray:
@@ -100,9 +108,7 @@ class Trainer:
 
     def next_samples(self, step: int) -> list[tuple[int, ...]]:
         """The samples of each of this rank's micro-batches of a step that is still to come."""
-        size, per_micro = self.cfg.data.batch_size, self.world.dp * self.cfg.data.batch_size
-        firsts = [self.first_sample(step) + micro * per_micro + self.world.dp_rank * size for micro in range(self.cfg.train.accumulation)]
-        return [tuple(range(first, first + size)) for first in firsts]
+        return [micro[self.world.dp_rank] for micro in self.replicas.deal(self.first_sample(step)).micro_batches]
 
     def first_sample(self, step: int) -> int:
         """The position in the data before step `step`, one number for all ranks."""
@@ -115,7 +121,7 @@ class Trainer:
     def train_step(self, step: int) -> StepResult:
         """Optimizer step `step` (from 0). Raises NonFiniteError on all ranks, leaving the weights as they were."""
         result = self.gradients(step)
-        clip_gradients(self.parameters, torch.tensor(result.grad_norm, dtype=torch.float64), self.cfg.optim.grad_clip)
+        clip_gradients(self.parameters, result.grad_norm, self.cfg.optim.grad_clip)
         for group in self.optimizer.param_groups:
             group["lr"] = result.lr
         self.optimizer.step()
@@ -126,10 +132,9 @@ class Trainer:
         cfg, world = self.cfg, self.world
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        count = cfg.train.accumulation
         began = time.perf_counter()
-        batches = [self.data.train.batch(step, micro, world.dp_rank, num_micro_batches=count, dp_size=world.dp, origin=self.origin)
-                   for micro in range(count)]
+        dealt = self.replicas.deal(self.first_sample(step))
+        batches = [self.data.train.batch_of(micro[world.dp_rank]) for micro in dealt.micro_batches]
         if self.prefetcher is not None:
             self.prefetcher.give([batch["tokens"] for batch in batches])
         wait_s = time.perf_counter() - began
@@ -140,7 +145,8 @@ class Trainer:
         # Known before the first backward: micro-batches and ranks may hold very different numbers of valid tokens.
         valid = self.count_valid(shards)
         loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
-        for sharded in shards:
+        for index, sharded in enumerate(shards):
+            set_reduction(self.model, is_last=index + 1 == len(shards), each=cfg.parallel.reduce == "each")
             loss = self.loss_sum(sharded)
             # A step without any valid token has loss 0 and gradient 0.
             (loss / max(valid, 1)).backward()
@@ -149,18 +155,21 @@ class Trainer:
         # Whether to stop travels with the loss: all ranks learn of it in the same step.
         total, stop = world.sum(float(loss_sum), float(self.asked_to_stop()))
         loss = total / max(valid, 1)
-        norm = float(gradient_norm(self.parameters))
+        norm = gradient_norm(self.parameters, world)
         # Loss and norm are the same numbers on every rank, so all of them stop here or none does.
         for name, value in (("loss", loss), ("gradient norm", norm)):
-            if not torch.isfinite(torch.tensor(value)):
+            if not math.isfinite(value):
                 raise NonFiniteError(f"step {step + 1}: the {name} is {value}; the weights are those of step {step}. A lower "
                                      f"optim.lr={cfg.optim.lr:g} or longer optim.warmup_steps={cfg.optim.warmup_steps} may help")
         tokens = self.samples_per_step * cfg.data.seq_len
-        return StepResult(loss, norm, learning_rate(cfg.optim, step, cfg.train.steps), tokens, valid, wait_s * 1e3, stop > 0)
+        return StepResult(loss, norm, learning_rate(cfg.optim, step, cfg.train.steps), tokens, valid, wait_s * 1e3, stop > 0,
+                          dealt.imbalance, dealt.in_order)
 
     def evaluate(self) -> tuple[float, int]:
         """(mean held-out loss, valid tokens), see ringflash.train.evaluation."""
-        return evaluate(self)
+        figures = evaluate(self)
+        reshard(self.model)
+        return figures
 
     def shard(self, batch: dict) -> ShardedBatch:
         """This rank's rows of a micro-batch of its ring; all ranks of the ring agree on mask, layout and batch here."""

@@ -18,7 +18,7 @@ def run_folder(folder, **model):
     made = Transformer(model_config(cfg), lambda q, k, v, *, layout, mask=None: q)
     (folder / ".hydra").mkdir(parents=True)
     OmegaConf.save(OmegaConf.structured(cfg), folder / ".hydra" / "config.yaml")
-    save_weights(folder / "weights.pt", made)
+    save_weights(folder / "weights.pt", made.state_dict())
     return cfg, made.state_dict()
 
 

@@ -59,13 +59,13 @@ def figures(folder: Path) -> list[tuple]:
 def go(cfg, world, folder: Path, *, stop: StopRequest | None = None, num_tokens: int = 4000):
     """(summary or None, numbers of the samples that this rank's dp rank was served) of train() on a synthetic text."""
     data, served = text(cfg, num_tokens), []
-    numbers = data.train.sample_numbers
+    batch_of = data.train.batch_of
 
-    def spy(*arguments, **options):
-        served.append(numbers(*arguments, **options))
-        return served[-1]
+    def spy(samples):
+        served.append(samples)
+        return batch_of(samples)
 
-    data.train.sample_numbers = spy
+    data.train.batch_of = spy
     folder.mkdir(parents=True, exist_ok=True)
     return train(cfg, world, data, folder, stop), served
 
