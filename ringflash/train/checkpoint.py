@@ -89,7 +89,7 @@ class Checkpoints:
         description = {
             "format": files.FORMAT, "step": step, "sample": trainer.first_sample(step), "progress": progress,
             "samples_per_step": trainer.samples_per_step, "data": trainer.data.train.description(),
-            "ranks": {"dp": self.world.dp, "cp": self.world.cp, "device": self.world.device.type},
+            "ranks": self.world.degrees,
             "config": dataclasses.asdict(self.cfg), "torch": torch.__version__,
         }
         state = self._state() | self._rng()
@@ -237,8 +237,8 @@ class Checkpoints:
         if step > self.cfg.train.steps:
             raise ResumeError(f"train.steps={self.cfg.train.steps}: {path} stands at step {step} already; nearest: {step}")
         state = self._state()
-        ranks = {"dp": self.world.dp, "cp": self.world.cp, "device": self.world.device.type}
-        same_ranks = manifest["ranks"] == ranks
+        saved_on = {"shard": 1} | manifest["ranks"]  # the first checkpoints had no sharded weights
+        same_ranks = saved_on == self.world.degrees
         rng = self._rng() if same_ranks else {}
         reader = dcp.FileSystemReader(path)
         saved = reader.read_metadata().state_dict_metadata
@@ -265,7 +265,7 @@ class Checkpoints:
         self._take(self.saved, accepted)
         if self.world.rank == 0:
             _say(f"goes on after step {step}, sample {trainer.first_sample(step)}, from {path}"
-                 + ("" if same_ranks else f"; saved on {_ranks(manifest['ranks'])}, now {_ranks(ranks)}: equal within rounding")
+                 + ("" if same_ranks else f"; saved on {_ranks(saved_on)}, now {_ranks(self.world.degrees)}: equal within rounding")
                  + ("" if is_same_data else "; the data is another, and is read from its beginning")
                  + (f"; changed: {'; '.join(changed)}" if changed else ""))
 
@@ -341,7 +341,8 @@ def _shape(metadata) -> list[int] | None:
 
 
 def _ranks(ranks: dict) -> str:
-    return f"dp {ranks['dp']} x cp {ranks['cp']} on {ranks['device']}"
+    shard = f", weights over {ranks['shard']}," if ranks["shard"] > 1 else ""
+    return f"dp {ranks['dp']} x cp {ranks['cp']}{shard} on {ranks['device']}"
 
 
 def _say(message: str) -> None:

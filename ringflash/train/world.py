@@ -37,6 +37,11 @@ class World:
         return 1 if self.shard_mesh is None else self.shard_mesh.size(self.shard_mesh.ndim - 1)
 
     @property
+    def degrees(self) -> dict:
+        """What a run that goes on must share with the one before to be equal to it to the bit; JSON."""
+        return {"dp": self.dp, "cp": self.cp, "shard": self.shard, "device": self.device.type}
+
+    @property
     def dp_rank(self) -> int:
         return self.rank // self.cp
 
