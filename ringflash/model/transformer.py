@@ -15,8 +15,13 @@ from torch import Tensor, nn
 from ..loss import CHUNK_ROWS, chunked_cross_entropy
 from ..rotary import RopeScaling, rope_problems
 from ..token_loss import TokenLoss, token_losses
+from .activations import recomputed
 from .embedding import deterministic_embedding
+from .host_store import HostStore
+from .liger_loss import liger_cross_entropy, require_liger
 from .rope import rope_cos_sin, rope_rotate
+from .rowwise import linear, rms_norm
+from .tiled import tiled
 
 # attention(q [B, S, Hq, D], k [B, S, Hkv, D], v [B, S, Hkv, D], *, layout, mask=None) -> [B, S, Hq, D]; a model that has
 # them gives it softcap= (a float) and sinks= ([Hq]) too
@@ -94,6 +99,9 @@ class Linear(nn.Linear):
     def reset_parameters(self) -> None:
         pass
 
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)
+
 
 class Embedding(nn.Embedding):
     """nn.Embedding whose weights come from Transformer.init_weights, not from the global generator. deterministic: see
@@ -111,7 +119,7 @@ class Embedding(nn.Embedding):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dim: fp32 inside, one rounding to x.dtype at the end."""
+    """x / rms(x) * weight over the last dim: fp32 inside, one rounding at the end, to autocast's dtype or x's."""
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
@@ -119,7 +127,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class SelfAttention(nn.Module):
@@ -136,15 +144,18 @@ class SelfAttention(nn.Module):
         self.options = {"softcap": config.softcap} if config.softcap else {}
         self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout, mask=None) -> Tensor:
-        """x [B, S, dim], cos, sin fp32 [S, D // 2] -> [B, S, dim]."""
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, S, dim], cos, sin fp32 [S, D // 2] -> q [B, S, Hq, D], k, v [B, S, Hkv, D], q and k turned."""
         # The head count is read from the weights, so that x with zero rows has a shape too.
         q, k, v = (w(x).unflatten(-1, (w.out_features // self.head_dim, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        return rope_rotate(q, cos, sin), rope_rotate(k, cos, sin), v
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layout, mask=None) -> Tensor:
+        """-> out [B, S, Hq, D], for self.wo."""
         options = self.options if self.sinks is None else {**self.options, "sinks": self.sinks}
-        out = self.attention(rope_rotate(q, cos, sin), rope_rotate(k, cos, sin), v, layout=layout, mask=mask, **options)
-        return self.wo(out.flatten(-2))
+        return self.attention(q, k, v, layout=layout, mask=mask, **options)
 
 
 class FeedForward(nn.Module):
@@ -161,24 +172,55 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, config: ModelConfig, attention: Attention):
+    """Three parts: before attention and after it each row for itself, in tiles of tile_rows (0: at once), and attention."""
+
+    def __init__(self, config: ModelConfig, attention: Attention, activations: str = "none", tile_rows: int = 0,
+                 store: HostStore | None = None):
         super().__init__()
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.attention = SelfAttention(config, attention)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
         self.ffn = FeedForward(config)
+        self.activations, self.tile_rows, self.store = activations, tile_rows, store
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout, mask=None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin, layout, mask)
+        """x [B, S, dim], cos, sin fp32 [S, D // 2] -> [B, S, dim]."""
+        if self.activations != "none" and torch.is_grad_enabled():
+            return recomputed(self, self.activations, self.store, x, cos, sin, layout, mask)
+        return self.after(x, self.attend(*self.before(x, cos, sin), layout, mask))
+
+    def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """-> q, k, v."""
+        def project(rows: slice, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return self.attention.project(self.attention_norm(x), cos[rows], sin[rows])
+        return tiled(project, self.tile_rows, (x,), self.weights()[0])
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layout, mask=None) -> Tensor:
+        return self.attention.attend(q, k, v, layout, mask)
+
+    def after(self, x: Tensor, out: Tensor) -> Tensor:
+        return tiled(self.after_rows, self.tile_rows, (x, out), self.weights()[2])
+
+    def after_rows(self, rows: slice, x: Tensor, out: Tensor) -> Tensor:
+        x = x + self.attention.wo(out.flatten(-2))
         return x + self.ffn(self.ffn_norm(x))
+
+    def weights(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Those of before, of attend and of after."""
+        a = self.attention
+        before = [self.attention_norm, a.wq, a.wk, a.wv, *(norm for norm in (a.q_norm, a.k_norm) if norm is not None)]
+        sinks = [] if a.sinks is None else [a.sinks]
+        return [module.weight for module in before], sinks, [a.wo.weight, self.ffn_norm.weight, *self.ffn.parameters()]
 
 
 class LossHead(nn.Module):
     """Output projection and loss in one forward: a sharded weight must not be read outside the module that gathers it."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, loss: str = "chunked"):
         super().__init__()
-        self.chunk_rows, self.z_loss = config.loss_chunk_rows, config.z_loss
+        self.chunk_rows, self.z_loss, self.loss = config.loss_chunk_rows, config.z_loss, loss
+        if loss == "liger":
+            require_liger()
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim))
 
     def forward(self, hidden: Tensor, labels: Tensor, reduction: str = "sum") -> Tensor | TokenLoss:
@@ -186,8 +228,10 @@ class LossHead(nn.Module):
         what is reported there is the cross-entropy. reduction="none": that of every row by itself, without gradient."""
         if reduction == "none":
             return token_losses(hidden, self.weight, labels, chunk_rows=self.chunk_rows)
-        return chunked_cross_entropy(hidden, self.weight, labels, chunk_rows=self.chunk_rows,
-                                     z_loss=self.z_loss if self.training else 0.0)[0]
+        z_loss = self.z_loss if self.training else 0.0
+        if self.loss == "liger" and hidden.shape[1]:
+            return liger_cross_entropy(hidden, self.weight, labels, z_loss=z_loss)
+        return chunked_cross_entropy(hidden, self.weight, labels, chunk_rows=self.chunk_rows, z_loss=z_loss)[0]
 
 
 class Transformer(nn.Module):
@@ -195,18 +239,25 @@ class Transformer(nn.Module):
 
     config     ModelConfig, validated here
     attention  attention(q, k, v, *, layout, mask=None) -> out; q, out [B, S, Hq, D], k, v [B, S, Hkv, D]
+    activations  what a layer keeps for its backward: none, block, block_save_attention or offload (activations.py)
+    tile_rows  norms and MLP so many rows at a time; 0: all at once
+    residual_dtype  of the sum that runs through the layers; None: the weights'. 16 bit under autocast only
+    loss       chunked, or liger
     deterministic  the embedding's gradient has the same bits from run to run on a GPU too (attention's is attention's matter)
     seed       weights are a function of (seed, parameter name, shape): the same on every rank, device and number of ranks
     """
 
-    def __init__(self, config: ModelConfig, attention: Attention, *, seed: int = 0, deterministic: bool = False):
+    def __init__(self, config: ModelConfig, attention: Attention, *, seed: int = 0, deterministic: bool = False,
+                 activations: str = "none", tile_rows: int = 0, residual_dtype: torch.dtype | None = None, loss: str = "chunked"):
         super().__init__()
         config.validate()
-        self.config = config
+        self.config, self.tile_rows, self.residual_dtype = config, tile_rows, residual_dtype
         self.embedding = Embedding(config.vocab_size, config.dim, deterministic)
-        self.layers = nn.ModuleList(Layer(config, attention) for _ in range(config.num_layers))
+        self.store = HostStore()
+        self.layers = nn.ModuleList(Layer(config, attention, activations, tile_rows, self.store)
+                                    for _ in range(config.num_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.head = LossHead(config)
+        self.head = LossHead(config, loss)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
         self.init_weights(seed)
@@ -252,8 +303,12 @@ class Transformer(nn.Module):
         # Once per forward, for all layers.
         cos, sin = rope_cos_sin(positions, self.config.resolved_head_dim, self.config.rope_base, self.config.rope_scaling)
         x = self.embedding(tokens)
+        if self.residual_dtype is not None:
+            if self.residual_dtype.itemsize == 2 and not torch.is_autocast_enabled(x.device.type):
+                raise ValueError("train.residual_dtype=bf16: activations are fp32 here (train.dtype); nearest: fp32")
+            x = x.to(self.residual_dtype)
         masks = getattr(layout, "masks", ())
         for index, layer in enumerate(self.layers):
             x = layer(x, cos, sin, layout, masks[index % len(masks)] if len(masks) > 1 else None)
-        hidden = self.norm(x)
+        hidden = tiled(lambda rows, x: self.norm(x), self.tile_rows, (x,), [self.norm.weight])
         return hidden if labels is None else self.head(hidden, labels, reduction)
