@@ -13,13 +13,12 @@ from torch import Tensor
 
 from ringflash.agreement import REFUSALS, agree, check_ranks, gather_in_order, layout_fields, token_of
 from ringflash.arguments import check_layout_argument
+from ringflash.batch_rows import IGNORE, batch_hash, has_successor, num_labels, num_successors, rows_of
 from ringflash.layout import LAYOUTS, Layout, as_masks, check_made_as
 from ringflash.mask import Mask
 from ringflash.mesh import Ranks, ranks_of
 
-IGNORE = -100                                               # a label that takes no part in the loss
 _KEYS = ("tokens", "cu_seqlens", "labels", "positions", "attention_mask")
-_SAMPLED = 4096                                             # elements of a memory-mapped source that its hash reads
 
 
 @dataclass(frozen=True)
@@ -204,57 +203,25 @@ def _read(batch: Mapping[str, Any], layout: Layout | str, ranks: Ranks | None, r
         raise ValueError(f"cu_seqlens with batch size {batch_size}: packed documents need B == 1")
     positions = _check_positions(batch.get("positions"), seq_len, boundaries)
     own = layout.positions(rank)
-    has_next = _has_next(own, seq_len, boundaries)
+    has_next = has_successor(own, seq_len, boundaries)
     # One read for tokens and their successors: a sorted union touches every row once.
     source = batch.get("labels")
     wanted = own if source is not None else np.union1d(own, own[has_next] + 1)
-    read = _rows(tokens, wanted)
+    read = rows_of(tokens, wanted)
     labels = np.full((batch_size, own.shape[0]), IGNORE, dtype=np.int64)
     if source is None:
         labels[:, has_next] = read[:, np.searchsorted(wanted, own[has_next] + 1)]
-        count = batch_size * int(_has_next(np.arange(seq_len, dtype=np.int64), seq_len, boundaries).sum())
-        count = batch_size * int(has_next.sum()) if has_group else count
+        count = batch_size * (int(has_next.sum()) if has_group else num_successors(seq_len, boundaries))
     else:
-        labels[:, has_next] = _rows(source, own[has_next] + 1)
-        if has_group:
-            count = int((labels != IGNORE).sum())
-        else:
-            everywhere = np.flatnonzero(_has_next(np.arange(seq_len, dtype=np.int64), seq_len, boundaries))
-            count = int((_rows(source, everywhere + 1) != IGNORE).sum())
+        labels[:, has_next] = rows_of(source, own[has_next] + 1)
+        count = int((labels != IGNORE).sum()) if has_group else num_labels(source, seq_len, boundaries)
     fields: dict[str, object] = {"batch shape": tuple(tokens.shape), "hash of tokens": batch_hash(tokens)}
     if source is not None:
         fields["hash of labels"] = batch_hash(source)
-    if batch.get("positions") is not None:
+    if positions is not None:
         fields["hash of positions"] = zlib.crc32(positions.tobytes())
-    return _Read(np.ascontiguousarray(read[:, np.searchsorted(wanted, own)]), positions[own], labels, count, fields, layout)
-
-
-def batch_hash(source: Any) -> int:
-    """A number that tells batches apart: a source's own batch_hash, else a crc of an array in memory, of a strided sample of a
-    memory-mapped one (which must not be read whole). Dtype and device do not matter."""
-    named = getattr(source, "batch_hash", None)
-    if named is not None:
-        return int(named)
-    if isinstance(source, np.memmap):
-        columns = np.unique(np.linspace(0, source.shape[-1] - 1, min(_SAMPLED, source.shape[-1])).astype(np.int64))
-        return zlib.crc32(_rows(source, columns).tobytes())
-    return zlib.crc32(_rows(source, slice(None)).tobytes())
-
-
-def _rows(source: Any, index: np.ndarray | slice) -> np.ndarray:
-    """Columns of a [B, S] source as int64 [B, n], reading no others. ValueError for what holds no integers."""
-    if isinstance(source, Tensor):
-        _check_integers(source.dtype, not (source.is_floating_point() or source.is_complex() or source.dtype == torch.bool))
-        picked = source[..., torch.from_numpy(index).to(source.device) if isinstance(index, np.ndarray) else index]
-        return np.ascontiguousarray(picked.detach().cpu().numpy().astype(np.int64))
-    picked = np.asarray(source[..., index])
-    _check_integers(picked.dtype, picked.dtype.kind in "iu")
-    return np.ascontiguousarray(picked.astype(np.int64))
-
-
-def _check_integers(dtype: Any, are_integers: bool) -> None:
-    if not are_integers:
-        raise ValueError(f"batch: tokens and labels must be integers, got {dtype}")
+    return _Read(np.ascontiguousarray(read[:, np.searchsorted(wanted, own)]), own if positions is None else positions[own], labels,
+                 count, fields, layout)
 
 
 def _check_batch(batch: Mapping[str, Any]) -> Any:
@@ -279,9 +246,9 @@ def _check_batch(batch: Mapping[str, Any]) -> Any:
     return tokens
 
 
-def _check_positions(positions: Any, seq_len: int, boundaries: np.ndarray | None) -> np.ndarray:
+def _check_positions(positions: Any, seq_len: int, boundaries: np.ndarray | None) -> np.ndarray | None:
     if positions is None:
-        return np.arange(seq_len, dtype=np.int64)
+        return None
     values = positions.detach().cpu().numpy() if isinstance(positions, Tensor) else np.asarray(positions)
     if values.shape != (seq_len,) or values.dtype.kind not in "iu":
         raise ValueError(f"batch['positions'] has shape {values.shape} and dtype {values.dtype}: must be integers [{seq_len}]")
@@ -295,14 +262,6 @@ def _check_positions(positions: Any, seq_len: int, boundaries: np.ndarray | None
         raise ValueError(f"batch['positions'] restart at row {int(strange[0])}, where cu_seqlens has no boundary: "
                          "attention would cross documents; give batch['cu_seqlens']")
     return values
-
-
-def _has_next(rows: np.ndarray, seq_len: int, boundaries: np.ndarray | None) -> np.ndarray:
-    """bool [n]: does the row have a successor in its own document?"""
-    if boundaries is None:
-        return rows + 1 < seq_len
-    document = np.searchsorted(boundaries, rows, side="right")
-    return (rows + 1 < boundaries[-1]) & (document == np.searchsorted(boundaries, rows + 1, side="right"))
 
 
 def _with_documents(layout: Layout | str, cu_seqlens: Any, seq_len: int, ranks: Ranks, masks: Any) -> Layout:

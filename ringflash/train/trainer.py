@@ -5,6 +5,7 @@ before the first backward. So each rank's backward gives its share of the true g
 """
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import time
@@ -73,10 +74,11 @@ def layer_masks(attention: AttentionConfig) -> tuple[Mask, ...]:
     return tuple(kinds[kind] for kind in attention.layers or ["window"])
 
 
-def document_positions(cu_seqlens: np.ndarray) -> np.ndarray:
-    """Of each token of a sample, int64 [cu_seqlens[-1]]: how many tokens of its document (or of what is left of it) precede it."""
-    lengths = np.diff(cu_seqlens.astype(np.int64))
-    return np.arange(int(cu_seqlens[-1]), dtype=np.int64) - np.repeat(cu_seqlens[:-1].astype(np.int64), lengths)
+def document_positions(positions: Tensor, cu_seqlens: np.ndarray) -> Tensor:
+    """Of tokens at these positions of a sample (int64 [n], below cu_seqlens[-1]): how many tokens of their document (or of what is
+    left of it) precede each."""
+    starts = torch.from_numpy(cu_seqlens.astype(np.int64)).to(positions.device)
+    return positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
 
 
 class Trainer:
@@ -174,10 +176,11 @@ class Trainer:
     def shard(self, batch: dict) -> ShardedBatch:
         """This rank's rows of a micro-batch of its ring; all ranks of the ring agree on mask, layout and batch here."""
         attention, world = self.cfg.attention, self.world
+        sharded = shard_batch(batch, attention.layout, group=world.cp_group, masks=layer_masks(attention), device=world.device)
         if self.cfg.data.positions == "document":
-            batch = batch | {"positions": document_positions(batch["cu_seqlens"])}
-        return shard_batch(batch, attention.layout, group=world.cp_group, masks=layer_masks(attention),
-                           device=world.device)
+            # From the rank's own rows: no array of all positions on any host.
+            sharded = dataclasses.replace(sharded, positions=document_positions(sharded.positions, batch["cu_seqlens"]))
+        return sharded
 
     def count_valid(self, shards: list[ShardedBatch]) -> int:
         """Valid tokens of all micro-batches of all rings."""

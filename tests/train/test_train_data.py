@@ -19,7 +19,7 @@ from ringflash.data import LazyTokens, MixedDataset, PackedDataset, Reading, fin
 from ringflash.train.loop import train
 from ringflash.train.prefetch import Prefetcher, wanted_rows
 from ringflash.train.text import open_data
-from ringflash.train.trainer import Trainer
+from ringflash.train.trainer import Trainer, document_positions
 from ringflash.train.world import single
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -178,16 +178,28 @@ def test_what_the_thread_cannot_read_is_left_to_the_step_where_all_ranks_hear_of
     ahead.give([tokens])  # nothing was started: nothing to wait for
 
 
-def test_host_memory_of_a_read_is_that_of_the_rows_and_not_of_the_sequence(tmp_path):
-    tokens = np.memmap(tmp_path / "t", dtype=np.uint16, mode="w+", shape=(1 << 22,))
-    starts = np.arange(0, (1 << 22) + 1, 1 << 14)
+@pytest.mark.parametrize("documents", [True, False])
+@pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped", "balanced"])
+def test_host_memory_of_the_loader_is_that_of_a_ranks_rows_and_not_of_the_sequence(name, documents):
+    tokens, starts = np.zeros(1 << 22, np.uint16), np.arange(0, (1 << 22) + 1, 1 << 14)
     peaks = []
-    for seq_len in (1 << 12, 1 << 16, 1 << 20):
-        dataset = PackedDataset(tokens, starts, seq_len)
-        dataset.cu_seqlens(1)  # the epoch's order, which grows with the documents
-        rows = np.arange(0, seq_len, seq_len // 4096)
+    for seq_len, cp in ((1 << 16, 8), (1 << 19, 64)):  # eight times the sequence, as many rows on each rank
+        dataset = PackedDataset(tokens, starts, seq_len, document_mask=documents)
+
+        def load():
+            batch = dataset.batch(0, 1, 0, num_micro_batches=2, dp_size=1)
+            rows = wanted_rows(name, seq_len, cp, 1, 3, [Mask()], batch.get("cu_seqlens"))
+            batch["tokens"].take(rows, LazyTokens(dataset, (1,))[..., rows])
+            mask = Mask(cu_seqlens=batch.get("cu_seqlens"))
+            sharded = shard_batch({"tokens": batch["tokens"]}, Layout(name, seq_len, cp, mask), rank=3)
+            if documents:
+                document_positions(sharded.positions, batch["cu_seqlens"])
+
+        load()  # the epoch's order, which grows with the documents of the text
         tracemalloc.start()
-        LazyTokens(dataset, (1,))[..., rows]
+        load()
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    assert max(peaks) < 1.1 * min(peaks), peaks
+    rows_kib = (1 << 13) * 8 >> 10
+    assert peaks[1] - peaks[0] < 2 * rows_kib << 10, peaks  # what a cp of 64 costs the balanced layout
+    assert peaks[0] < 20 * rows_kib << 10 < (1 << 19) * 8, peaks
