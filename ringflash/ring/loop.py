@@ -13,9 +13,10 @@ from torch import Tensor
 
 from ringflash.kernels.dispatch import Backend
 from ringflash.kernels.intervals import Intervals, accumulate_dtype
+from ringflash.ring import tracing
 from ringflash.ring.buffers import Rows
 from ringflash.ring.cache import BoundedCache
-from ringflash.ring.exchange import Exchange, Pending
+from ringflash.ring.exchange import Exchange, Parcels, Pending
 from ringflash.ring.travel import Blocks, Gradients
 from ringflash.ring.wires import HeadWire, QueryWire, Tensors
 
@@ -64,6 +65,12 @@ def _visits(plan: Plan, rank: int, step: int) -> tuple[Visit, ...]:
     return plan.visits(rank, step) if step < plan.num_steps else ()
 
 
+def _post(exchange: Exchange, pass_: str, step: int, sends: Parcels, recvs: Parcels) -> Pending | None:
+    with tracing.posting(pass_, step, sends, recvs):
+        pending = exchange.post(step, sends, recvs)
+    return tracing.awaited(pending, pass_, step, sends, recvs)
+
+
 def forward(
     plan: Plan, rank: int, q: Tensor, k: Tensor, v: Tensor, backend: Backend, exchange: Exchange, *, softmax_scale: float,
     out: Tensor, lse: Tensor, softcap: float = 0.0, sinks: Tensor | None = None,
@@ -92,15 +99,16 @@ def forward(
             state.zero_()
     keys = Blocks(plan, "forward", rank, (k, v), HeadWire((k, v)), exchange)
     for step in range(plan.num_steps):
-        pending = exchange.post(
-            step,
+        pending = _post(
+            exchange, "forward", step,
             [(message, keys.outgoing(message)) for message in plan.sends(rank, step, "forward")],
             [(message, keys.incoming(message)) for message in plan.recvs(rank, step, "forward")])
         for visit in _visits(plan, rank, step):
             remaining -= 1
-            backend.forward(
-                q, *keys.of(visit), intervals_of(plan, visit, q.device), softmax_scale=softmax_scale, softcap=softcap,
-                state=state, lse=lse, out=out if remaining == 0 else None, first=first)
+            with tracing.span("ring forward step {}: kernel, block of {}", step, visit.owner):
+                backend.forward(
+                    q, *keys.of(visit), intervals_of(plan, visit, q.device), softmax_scale=softmax_scale, softcap=softcap,
+                    state=state, lse=lse, out=out if remaining == 0 else None, first=first)
             first = False
         if pending is not None:
             yield pending
@@ -141,8 +149,8 @@ def backward(
         x[:, slice(*deferred)].zero_()                      # gradients may come home before this rank's own are written
     first = True
     for step in range(plan.num_backward_steps):
-        pending = exchange.post(
-            step,
+        pending = _post(
+            exchange, "backward", step,
             [(m, (grads if m.is_gradient else blocks).outgoing(m)) for m in plan.sends(rank, step, "backward")],
             [(m, (grads if m.is_gradient else blocks).incoming(m)) for m in plan.recvs(rank, step, "backward")])
         for visit, rows in _backward_work(plan, rank, step):
@@ -153,8 +161,9 @@ def backward(
                 queries, written, add_dq, add_dkv = arrived, (*target, *stay), add, not first
             else:
                 keys, written, add_dq, add_dkv = arrived, (*stay, *target), not first, add
-            _visit_backward(backend, queries, keys, intervals_of(plan, visit, q.device, rows), written, accumulate_dq=add_dq,
-                            accumulate_dkv=add_dkv, softmax_scale=softmax_scale, softcap=softcap, deterministic=deterministic)
+            with tracing.span("ring backward step {}: kernel, block of {}", step, visit.owner):
+                _visit_backward(backend, queries, keys, intervals_of(plan, visit, q.device, rows), written, accumulate_dq=add_dq,
+                                accumulate_dkv=add_dkv, softmax_scale=softmax_scale, softcap=softcap, deterministic=deterministic)
             first = False
         if pending is not None:
             yield pending
