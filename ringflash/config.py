@@ -32,7 +32,7 @@ SOFTCAP_RANGE = (1e-30, 1e30)
 
 @dataclass
 class ModelConfig:
-    """A Llama-style decoder (RMSNorm, RoPE, GQA, SwiGLU)."""
+    """A Llama-style decoder (RMSNorm, RoPE, GQA, SwiGLU), or with `hf` a model of transformers."""
 
     vocab_size: int = 257
     dim: int = 128
@@ -51,6 +51,8 @@ class ModelConfig:
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     qk_norm: bool = False  # q and k of every head through an RMSNorm of their own, before they are turned
     z_loss: float = 0.0  # in training the loss has z_loss * logsumexp(logits) ** 2 per token added; 0: off
+    hf: str | None = None  # a model of transformers: a folder with config.json, that file, or a name on the Hub; it gives all sizes
+    weights: str | None = None  # a folder with the first weights: weights.pt, or of Hugging Face safetensors; None: drawn
 
 
 @dataclass

@@ -16,7 +16,7 @@ FILES = sorted(p.relative_to(CONFIGS).with_suffix("") for p in CONFIGS.rglob("*.
 EXPERIMENTS = sorted(p.stem for p in (CONFIGS / "experiment").glob("*.yaml"))
 DEBUGS = sorted(p.stem for p in (CONFIGS / "debug").glob("*.yaml"))
 # What a file leaves to the user on purpose.
-NEEDED = {"data/files": ["data.path=somewhere"]}
+NEEDED = {"data/files": ["data.path=somewhere"], "model/hf": ["model.hf=somewhere"]}
 
 
 def composed(*overrides: str) -> Config:
@@ -100,7 +100,7 @@ def test_names_that_configuration_repeats_are_those_of_the_parts_that_own_them()
     assert config.NUM_TOKENS == data.VOCAB_SIZE
     theirs = {f.name: f.default for f in dataclasses.fields(model.ModelConfig) if f.default is not dataclasses.MISSING}
     ours = {f.name: f.default for f in dataclasses.fields(ModelConfig)}
-    assert ours.keys() == {f.name for f in dataclasses.fields(model.ModelConfig)}
+    assert ours.keys() == {f.name for f in dataclasses.fields(model.ModelConfig)} | {"hf", "weights"}
     assert {name: ours[name] for name in theirs} == theirs
 
 
