@@ -16,9 +16,9 @@ def require_liger() -> None:
 
 
 def liger_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, z_loss: float = 0.0) -> Tensor:
-    """As chunked_cross_entropy's loss_sum, for hidden [B, S, D], weight [V, D], labels int64 [B, S], with Liger's precision: logits are
-    rounded to the dtype of the products before the softmax, and gradients are made in the forward, before what they are multiplied
-    with in the backward is known. The weight's is summed over chunks in fp32. S > 0."""
+    """As chunked_cross_entropy's loss_sum, for hidden [B, S, D], weight [V, D], labels int64 [B, S], S > 0, with Liger's precision:
+    logits are rounded to the dtype of the products before the softmax, and so are the gradients, made in the forward already. The
+    weight's is summed over chunks in fp32."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
     return liger_fused_linear_cross_entropy(
         hidden.flatten(0, -2), weight, labels.flatten(), ignore_index=IGNORE_INDEX, lse_square_scale=z_loss, reduction="sum",

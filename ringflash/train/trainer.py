@@ -21,18 +21,14 @@ from ringflash.config import AttentionConfig, Config
 from ringflash.kernels import dispatch
 from ringflash.model.build import build_model, model_config
 from ringflash.sharding import ShardedBatch
-from ringflash.train.evaluation import evaluate
+from ringflash.train.evaluation import Evaluation, evaluate
 from ringflash.train.gradients import clip_gradients, gradient_norm, sum_gradients
 from ringflash.train.optim import build_optimizer, learning_rate
 from ringflash.train.prefetch import Prefetcher, wanted_rows
 from ringflash.train.replicas import Replicas
-from ringflash.train.sharded import build_sharded, reshard, set_reduction
+from ringflash.train.sharded import build_sharded, set_reduction
 from ringflash.train.text import Data
 from ringflash.train.world import World
-
-
-class NonFiniteError(RuntimeError):
-    """The loss or the gradient norm of a step is inf or NaN. Every rank raises it in the same step, before the weights change."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +42,16 @@ class StepResult:
     stop: bool = False  # some rank was told to stop: all of them do, after this step
     pairs_imbalance: float = 1.0  # of the replicas' attention, costliest over mean; 1: even
     pairs_imbalance_in_order: float = 1.0  # the same if samples were not dealt by their pairs
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or the gradient norm of a step is inf or NaN. Every rank raises it in the same step, before the weights change.
+
+    result: the step as far as it came; found: which of the two it is, and its value."""
+
+    def __init__(self, message: str, result: StepResult, found: str = ""):
+        super().__init__(message)
+        self.result, self.found = result, found
 
 
 def activation_dtype(cfg: Config, device: torch.device) -> torch.dtype:
@@ -93,7 +99,10 @@ class Trainer:
                                       exchange=cfg.attention.exchange, rotate=cfg.attention.rotate, routing=cfg.attention.routing,
                                       deterministic=cfg.attention.deterministic)
         self.dtype = activation_dtype(cfg, world.device)
-        build = functools.partial(build_model, cfg, attention)
+        on_gpu = world.device.type == "cuda"
+        build = functools.partial(
+            build_model, cfg, attention, tokens=-(-cfg.data.seq_len // world.cp) * cfg.data.batch_size, shards=world.shard,
+            device_bytes=torch.cuda.get_device_properties(world.device).total_memory if on_gpu else None)
         self.model = build().to(world.device) if world.shard_mesh is None else \
             build_sharded(build, world.shard_mesh, world.device, self.dtype, cfg.train.seed)
         self.parameters = list(self.model.parameters())
@@ -158,20 +167,20 @@ class Trainer:
         total, stop = world.sum(float(loss_sum), float(self.asked_to_stop()))
         loss = total / max(valid, 1)
         norm = gradient_norm(self.parameters, world)
+        tokens = self.samples_per_step * cfg.data.seq_len
+        result = StepResult(loss, norm, learning_rate(cfg.optim, step, cfg.train.steps), tokens, valid, wait_s * 1e3, stop > 0,
+                            dealt.imbalance, dealt.in_order)
         # Loss and norm are the same numbers on every rank, so all of them stop here or none does.
         for name, value in (("loss", loss), ("gradient norm", norm)):
             if not math.isfinite(value):
                 raise NonFiniteError(f"step {step + 1}: the {name} is {value}; the weights are those of step {step}. A lower "
-                                     f"optim.lr={cfg.optim.lr:g} or longer optim.warmup_steps={cfg.optim.warmup_steps} may help")
-        tokens = self.samples_per_step * cfg.data.seq_len
-        return StepResult(loss, norm, learning_rate(cfg.optim, step, cfg.train.steps), tokens, valid, wait_s * 1e3, stop > 0,
-                          dealt.imbalance, dealt.in_order)
+                                     f"optim.lr={cfg.optim.lr:g} or longer optim.warmup_steps={cfg.optim.warmup_steps} may help",
+                                     result, f"the {name} is {value}")
+        return result
 
-    def evaluate(self) -> tuple[float, int]:
-        """(mean held-out loss, valid tokens), see ringflash.train.evaluation."""
-        figures = evaluate(self)
-        reshard(self.model)
-        return figures
+    def evaluate(self) -> Evaluation:
+        """See ringflash.train.evaluation."""
+        return evaluate(self)
 
     def shard(self, batch: dict) -> ShardedBatch:
         """This rank's rows of a micro-batch of its ring; all ranks of the ring agree on mask, layout and batch here."""
