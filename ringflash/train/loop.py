@@ -19,8 +19,12 @@ from ringflash.degrees import shard_size
 from ringflash.ring import post_mortem, watchdog
 from ringflash.ring.heads import HeadSplit
 from ringflash.train.checkpoint import Checkpoints, ResumeError, SaveError
+from ringflash.train.evaluation import evaluate
 from ringflash.train.exit_codes import REFUSED, TOLD
+from ringflash.train.mfu import Meter
+from ringflash.train.passkey import recall
 from ringflash.train.places import tell_layers
+from ringflash.train.profile import Traces
 from ringflash.train.record import Recorder, save_weights
 from ringflash.train.sharded import full_state_dict
 from ringflash.train.stopping import StopRequest
@@ -43,15 +47,22 @@ class Progress:
     time_s: float = 0.0
     first_loss: float | None = None
     last_losses: list[float] = field(default_factory=list)
+    skipped: int = 0  # steps that changed nothing, and how many of them came last
+    skipped_last: int = 0
     evaluated: int = 0  # the step of the newest evaluation
     heldout_loss: float | None = None
 
-    def add(self, result: StepResult, step_s: float) -> None:
+    passkey_found: float | None = None
+
+    def add(self, result: StepResult, step_s: float, is_skipped: bool) -> None:
         self.step += 1
         self.tokens += result.tokens
         self.trained_s += step_s
-        self.first_loss = result.loss if self.first_loss is None else self.first_loss
-        self.last_losses = [*self.last_losses, result.loss][-_LAST_STEPS:]
+        self.skipped += is_skipped
+        self.skipped_last = self.skipped_last + 1 if is_skipped else 0
+        if not is_skipped:
+            self.first_loss = result.loss if self.first_loss is None else self.first_loss
+            self.last_losses = [*self.last_losses, result.loss][-_LAST_STEPS:]
 
 
 def train(cfg: Config, world: World, data: Data, folder: Path | None, stop: StopRequest | None = None,
@@ -63,6 +74,7 @@ def train(cfg: Config, world: World, data: Data, folder: Path | None, stop: Stop
     Every rank raises the same: NonFiniteError, SaveError, ResumeError."""
     stop = StopRequest() if stop is None else stop
     trainer = Trainer(cfg, world, data, stop.asked)
+    meter, traces = Meter(trainer), Traces(cfg.train, world.rank, folder)
     tell_layers(trainer.model)
     checkpoints = Checkpoints(cfg, world, trainer, folder)
     found = checkpoints.restore(lambda: _tell(world, accepted))
@@ -75,10 +87,11 @@ def train(cfg: Config, world: World, data: Data, folder: Path | None, stop: Stop
         while True:
             is_told = False
             if progress.step < cfg.train.steps:
-                is_told = _step(trainer, recorder, progress, start)
+                with traces.step(progress.step):
+                    is_told = _step(trainer, meter, recorder, progress, start)
             # Told to stop: an evaluation would take the time that the checkpoint needs, and is made up for after the resume.
             if _evaluation_is_due(cfg, progress) and not is_told:
-                _evaluate(trainer, recorder, progress, start)
+                _evaluate(trainer, meter, recorder, progress, start)
             if checkpoints.due(progress.step) or is_told:
                 with _saving(stop, recorder):
                     progress.time_s = time.perf_counter() - start
@@ -97,7 +110,8 @@ def train(cfg: Config, world: World, data: Data, folder: Path | None, stop: Stop
         raise
     finally:
         recorder.close()
-    summary = _summary(cfg, trainer, progress)
+        traces.close(progress.step)
+    summary = _summary(cfg, trainer, meter, progress)
     weights = full_state_dict(trainer.model) if cfg.run.save_weights and folder is not None else None
     if world.rank == 0 and folder is not None:
         if weights is not None:
@@ -120,16 +134,29 @@ def _tell(world: World, accepted: Callable[[], None] | None) -> None:
         raise ResumeError(f"the run folder cannot be written: {failure or 'see rank 0'}")
 
 
-def _step(trainer: Trainer, recorder: Recorder, progress: Progress, start: float) -> bool:
+def _step(trainer: Trainer, meter: Meter, recorder: Recorder, progress: Progress, start: float) -> bool:
     """One optimizer step; whether the ranks are to stop after it."""
     watchdog.at(stage=f"optimizer step {progress.step + 1}")
-    began = time.perf_counter()
-    result = trainer.train_step(progress.step)
+    began, reason = time.perf_counter(), {}
+    try:
+        result = trainer.train_step(progress.step)
+    except NonFiniteError as error:
+        options = trainer.cfg.train
+        if options.on_nonfinite == "stop":
+            raise
+        if progress.skipped_last >= options.max_skipped:
+            raise NonFiniteError(f"{error}. The {progress.skipped_last} steps before it were skipped too, train.max_skipped="
+                                 f"{options.max_skipped}", error.result) from error
+        # All ranks are here: the loss and the norm are the same numbers on each.
+        result, reason = error.result, {"loss": None, "grad_norm": None, "skipped": error.found}
     step_s = time.perf_counter() - began
-    progress.add(result, step_s)
+    progress.add(result, step_s, bool(reason))
+    tokens_per_s = result.tokens / step_s
     recorder.step({"step": progress.step, "loss": result.loss, "lr": result.lr, "grad_norm": result.grad_norm,
-                   "tokens": progress.tokens, "valid_tokens": result.valid_tokens, "tokens_per_s": result.tokens / step_s,
-                   "data_wait_ms": result.data_wait_ms, "time_s": time.perf_counter() - start})
+                   "tokens": progress.tokens, "valid_tokens": result.valid_tokens, "tokens_per_s": tokens_per_s,
+                   "tokens_per_s_per_rank": tokens_per_s / trainer.world.world_size, **meter.row(progress.step - 1, step_s),
+                   "data_wait_ms": result.data_wait_ms, "pairs_imbalance": result.pairs_imbalance,
+                   "pairs_imbalance_in_order": result.pairs_imbalance_in_order, "time_s": time.perf_counter() - start} | reason)
     return result.stop
 
 
@@ -138,12 +165,18 @@ def _evaluation_is_due(cfg: Config, progress: Progress) -> bool:
     return bool(due) and progress.evaluated != progress.step
 
 
-def _evaluate(trainer: Trainer, recorder: Recorder, progress: Progress, start: float) -> None:
+def _evaluate(trainer: Trainer, meter: Meter, recorder: Recorder, progress: Progress, start: float) -> None:
     watchdog.at(stage=f"evaluation after step {progress.step}")
-    progress.heldout_loss, heldout_tokens = trainer.evaluate()
-    progress.evaluated = progress.step
-    recorder.evaluation({"step": progress.step, "heldout_loss": progress.heldout_loss, "valid_tokens": heldout_tokens,
+    evaluation = evaluate(trainer)
+    recorder.evaluation({"step": progress.step, "heldout_loss": evaluation.loss, "valid_tokens": evaluation.tokens,
+                         "by_position": evaluation.rows(), "peak_memory_gib": meter.memory() / 2**30,
                          "time_s": time.perf_counter() - start})
+    found = recall(trainer)
+    if found is not None:
+        meter.memory()
+        progress.passkey_found = found.mean()
+        recorder.passkey(progress.step, found)
+    progress.heldout_loss, progress.evaluated = evaluation.loss, progress.step
 
 
 @contextmanager
@@ -153,7 +186,7 @@ def _saving(stop: StopRequest, recorder: Recorder) -> Iterator[None]:
         yield
 
 
-def _summary(cfg: Config, trainer: Trainer, progress: Progress) -> dict:
+def _summary(cfg: Config, trainer: Trainer, meter: Meter, progress: Progress) -> dict:
     world = trainer.world
     summary = {
         "steps": cfg.train.steps,
@@ -162,14 +195,18 @@ def _summary(cfg: Config, trainer: Trainer, progress: Progress) -> dict:
         "kernel": select_kernel(cfg, world.device).name,
         "tokens": progress.tokens,
         "tokens_per_s": progress.tokens / progress.trained_s,
+        "tokens_per_s_per_rank": progress.tokens / progress.trained_s / world.world_size,
+        **meter.summary(),
         "time_s": progress.time_s,
         "first_loss": progress.first_loss,
-        f"train_loss_last_{_LAST_STEPS}": sum(progress.last_losses) / len(progress.last_losses),
+        f"train_loss_last_{_LAST_STEPS}": sum(progress.last_losses) / len(progress.last_losses) if progress.last_losses else None,
         "heldout_loss": progress.heldout_loss,
         "unigram_entropy": trainer.data.unigram_nats,
     }
-    if world.device.type == "cuda":
-        summary["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    if progress.skipped:
+        summary["steps_skipped"] = progress.skipped
+    if progress.passkey_found is not None:
+        summary["passkey_found"] = progress.passkey_found
     return summary
 
 

@@ -1,4 +1,4 @@
-"""What a run leaves behind, written by rank 0 alone: metrics.jsonl, summary.json, loss.png, weights.pt, and what is shown.
+"""What a run leaves behind, written by rank 0 alone: metrics.jsonl, summary.json, plots, weights.pt, event files, and what is shown.
 
 metrics.jsonl holds every step once, also over a resume: rows after the step that a run goes on from belong to what was lost.
 """
@@ -14,7 +14,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ringflash.config import Config
+from ringflash.train.event_files import EventFiles
 from ringflash.train.folder import STOPPED
+from ringflash.train.passkey import Recall, plot_recall
+from ringflash.train.plots import plot_loss, plot_positions, plot_speed
 
 
 class Recorder:
@@ -25,12 +28,15 @@ class Recorder:
         self.folder = folder
         self.train: list[dict] = []
         self.evals: list[dict] = []
+        self.recall: Recall | None = None
         self.bar = None
         self.file = None
+        self.board: EventFiles | None = None
         if folder is not None:
             (folder / STOPPED).unlink(missing_ok=True)
             for row in self._keep(folder / "metrics.jsonl", step):
-                (self.train if row["kind"] == "train" else self.evals).append(row)
+                if row["kind"] in ("train", "eval"):
+                    (self.train if row["kind"] == "train" else self.evals).append(row)
             # Unbuffered: what a killed run has measured is on disk.
             self.file = open(folder / "metrics.jsonl", "ab", buffering=0)
             self.is_torn = self.is_full = False
@@ -38,20 +44,26 @@ class Recorder:
             interval_s = 0.3 if sys.stderr.isatty() else 10.0
             self.bar = tqdm(total=cfg.train.steps, initial=step, unit="step", dynamic_ncols=True, mininterval=interval_s, miniters=1,
                             disable=not cfg.run.progress)
+            if cfg.train.tensorboard:
+                self.board = EventFiles(folder / "tensorboard", step)
         self.log_every, self.steps = cfg.train.log_every, cfg.train.steps
 
     def step(self, row: dict) -> None:
-        """One optimizer step: {step, loss, lr, grad_norm, tokens, valid_tokens, tokens_per_s, data_wait_ms, time_s}."""
+        """One optimizer step: {step, loss, lr, grad_norm, tokens, valid_tokens, tokens_per_s, tokens_per_s_per_rank, tflops_per_rank,
+        mfu (where the GPU's peak is known), peak_memory_gib, data_wait_ms, time_s}; of one that was skipped loss and grad_norm are
+        None, and it has skipped: why."""
         if self.folder is None:
             return
         self.train.append(row)
         self.bar.update(1)
-        if row["step"] % self.log_every == 0 or row["step"] == self.steps:
+        if "skipped" in row and not self.bar.disable:
+            self.bar.write(f"step {row['step']}: skipped, {row['skipped']}", file=sys.stderr)
+        if row["step"] % self.log_every == 0 or row["step"] == self.steps or "skipped" in row:
             self._write({"kind": "train", **row})
-            self.bar.set_postfix_str(f"loss {row['loss']:.4f}, {row['tokens_per_s']:,.0f} tokens/s", refresh=False)
+            self.bar.set_postfix_str(in_short(row), refresh=False)
 
     def evaluation(self, row: dict) -> None:
-        """{step, heldout_loss, valid_tokens, time_s}."""
+        """{step, heldout_loss, valid_tokens, by_position, peak_memory_gib, time_s}."""
         if self.folder is None:
             return
         self.evals.append(row)
@@ -59,14 +71,28 @@ class Recorder:
         if not self.bar.disable:
             self.bar.write(f"step {row['step']}: held-out loss {row['heldout_loss']:.4f} ({row['valid_tokens']:,} tokens)", file=sys.stderr)
 
+    def passkey(self, step: int, recall: Recall) -> None:
+        """How many keys were found after `step`."""
+        if self.folder is None:
+            return
+        self.recall = recall
+        self._write({"kind": "passkey", "step": step, "found": recall.mean(), **recall.row()})
+        if not self.bar.disable:
+            self.bar.write(recall.table(), file=sys.stderr)
+
     def finish(self, summary: dict, *, plot: bool, unigram_nats: float) -> None:
-        """Writes summary.json and loss.png and prints the table."""
+        """Writes summary.json and the plots and prints the table."""
         if self.folder is None:
             return
         self.close()
         _write_atomically(self.folder / "summary.json", json.dumps(summary, indent=2).encode() + b"\n")
         if plot:
             plot_loss(self.folder / "loss.png", self.train, self.evals, unigram_nats)
+            plot_speed(self.folder / "speed.png", self.train)
+            if self.evals and self.evals[-1].get("by_position"):
+                plot_positions(self.folder / "loss_by_position.png", self.evals[-1]["by_position"], self.evals[-1]["step"])
+            if self.recall is not None:
+                plot_recall(self.folder / "passkey.png", self.recall)
         print(table(summary), flush=True)
 
     def close(self) -> None:
@@ -74,6 +100,9 @@ class Recorder:
             self.bar.close()
             self.file.close()
             self.file = None
+        if self.board is not None:
+            self.board.close()
+            self.board = None
 
     def sync(self) -> None:
         """What was written is on the disk: before the checkpoint that says it was."""
@@ -104,6 +133,8 @@ class Recorder:
         return rows
 
     def _write(self, row: dict) -> None:
+        if self.board is not None:
+            self.board.add(row)
         line = (b"\n" if self.is_torn else b"") + json.dumps(row).encode() + b"\n"
         reason = "the disk took a part of a row"
         try:
@@ -121,6 +152,18 @@ class Recorder:
         print(f"ringflash train: metrics.jsonl: {reason}; rows may be missing", file=sys.stderr, flush=True)
 
 
+def in_short(row: dict) -> str:
+    """The figures of a step on one line."""
+    if "skipped" in row:
+        return "skipped"
+    parts = [f"loss {row['loss']:.4f}", f"norm {row['grad_norm']:.2f}", f"{row['tokens_per_s']:,.0f} tokens/s"]
+    if row["tokens_per_s_per_rank"] != row["tokens_per_s"]:
+        parts[-1] += f" ({row['tokens_per_s_per_rank']:,.0f} a rank)"
+    if "mfu" in row:
+        parts.append(f"MFU {100 * row['mfu']:.1f}%")
+    return ", ".join([*parts, f"{row['peak_memory_gib']:.2f} GiB", f"data {row['data_wait_ms']:.0f} ms"])
+
+
 def table(summary: dict) -> str:
     """The summary as aligned lines."""
     def show(value) -> str:
@@ -132,28 +175,6 @@ def table(summary: dict) -> str:
     lines = [f"  {key.replace('_', ' '):<{width}}  {show(value)}" for key, value in summary.items()]
     rule = "-" * max(map(len, lines))
     return "\n".join([rule, *lines, rule])
-
-
-def plot_loss(path: Path, train: list[dict], evals: list[dict], unigram_nats: float) -> None:
-    """Loss over steps as a PNG, with the entropy that no model of single bytes can beat."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4), dpi=120)
-    axes.plot([row["step"] for row in train], [row["loss"] for row in train], linewidth=1, label="training")
-    if evals:
-        axes.plot([row["step"] for row in evals], [row["heldout_loss"] for row in evals], "o-", markersize=4, label="held-out")
-    axes.axhline(unigram_nats, linestyle="--", linewidth=1, color="0.5", label="unigram entropy of the text")
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel("loss (nats per token)")
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
 
 
 def save_weights(path: Path, state: dict[str, Tensor]) -> None:

@@ -1,23 +1,34 @@
 """The text of a run as two streams of samples. Without torch: the launcher looks at the data before any rank starts."""
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from ringflash.config import Config
 from ringflash.data import (
     VOCAB_SIZE, MixedDataset, PackedDataset, Prepared, Reading, cached, find_source, format_of, is_prepared, load_corpus,
     open_prepared, split_documents, unigram_entropy,
 )
+from ringflash.data.passkey import PasskeyDataset, RandomFiller, TextFiller
+from ringflash.data.tokenizer import load_tokenizer
 from ringflash.data_options import DataConfig
+
+_ASKED, _HELDOUT = -1, -2  # seeds: every run is asked the same keys, and none that it is trained on
 
 
 @dataclass(frozen=True)
 class Data:
-    train: PackedDataset | MixedDataset
-    heldout: PackedDataset | MixedDataset
-    unigram_nats: float  # of the held-out text, under the token frequencies of the training text; of a mixture, the weighted mean
+    train: PackedDataset | MixedDataset | PasskeyDataset
+    heldout: PackedDataset | MixedDataset | PasskeyDataset
+    # Of the held-out text, under the token frequencies of the training text; of a mixture, the weighted mean; of the answers of
+    # data.task=passkey, by chance.
+    unigram_nats: float
+    passkey: tuple[PasskeyDataset, ...] = ()  # what evaluation asks for: one per length
 
 
 def open_data(cfg: Config) -> Data:
@@ -26,11 +37,20 @@ def open_data(cfg: Config) -> Data:
     d = cfg.data
     paths = list(d.mixture) or [d.path]
     weights = list(d.weights) or [1.0] * len(paths)
-    sources = [open_source(d, path) for path in paths]
+    needs_text = d.task == "text" or cfg.eval.passkey.filler == "text"
+    sources = [open_source(d, path) for path in paths] if needs_text else []
     for path, source in zip(paths, sources):
         if source.num_ids > cfg.model.vocab_size:
             raise ValueError(f"model.vocab_size={cfg.model.vocab_size}: the tokens of data.path={path or 'null'} need "
                              f"{source.num_ids} (the largest is {source.num_ids - 1}); nearest: {source.num_ids}")
+    asked = tuple(passkey_samples(cfg, sources, length, seed=_ASKED, depths=depths_of(cfg.eval.passkey.depths), document_mask=True)
+                  for length in cfg.eval.passkey.lengths)
+    if d.task == "passkey":
+        everywhere = cfg.eval.passkey.labels == "all"
+        train = passkey_samples(cfg, sources, d.seq_len, seed=cfg.train.seed, is_training=True, everywhere=everywhere,
+                                batch_size=d.batch_size, document_mask=d.document_mask)
+        heldout = passkey_samples(cfg, sources, d.seq_len, seed=_HELDOUT, everywhere=everywhere, document_mask=d.document_mask)
+        return Data(train, heldout, math.log(len(train.alphabet)), asked)
 
     def packed(split, batch_size: int) -> PackedDataset:
         return PackedDataset(split.tokens, split_documents(split.doc_starts, d.max_document_tokens), d.seq_len,
@@ -40,8 +60,44 @@ def open_data(cfg: Config) -> Data:
     heldout = [packed(source.corpus.heldout, 1) for source in sources]
     nats = sum(weight * source.unigram_nats for weight, source in zip(weights, sources)) / sum(weights)
     if len(sources) == 1:
-        return Data(train[0], heldout[0], nats)
-    return Data(MixedDataset(train, weights, seed=cfg.train.seed), MixedDataset(heldout, weights, seed=cfg.train.seed), nats)
+        return Data(train[0], heldout[0], nats, asked)
+    return Data(MixedDataset(train, weights, seed=cfg.train.seed), MixedDataset(heldout, weights, seed=cfg.train.seed), nats,
+                asked)
+
+
+def depths_of(count: int) -> tuple[float, ...]:
+    """count depths from 0 to 1; of one, the middle."""
+    return tuple(index / (count - 1) for index in range(count)) if count > 1 else (0.5,)
+
+
+def passkey_samples(cfg: Config, sources: Sequence[Prepared], length: int, *, seed: int, is_training: bool = False, **options) -> \
+        PasskeyDataset:
+    """Samples of `length` tokens of the task of eval.passkey, filled from the training or the held-out text of the sources."""
+    p, d = cfg.eval.passkey, cfg.data
+    tokenizer = load_tokenizer(d.tokenizer, d.document_start)
+    if any(source.num_ids > tokenizer.size for source in sources):
+        raise ValueError(f"eval.passkey.prompt={p.prompt!r}: would be written in data.tokenizer={d.tokenizer}, which did not make the "
+                         "text's tokens; name the tokenizer.json that did")
+    prompt = tokenizer.encode(p.prompt.encode())[1:]
+    letters = [tokenizer.encode(letter.encode())[1:] for letter in dict.fromkeys(p.alphabet)]
+    if any(len(tokens) != 1 for tokens in letters):
+        raise ValueError(f"eval.passkey.alphabet={p.alphabet!r}: each character is to be one token, which "
+                         f"{[letter for letter, tokens in zip(dict.fromkeys(p.alphabet), letters) if len(tokens) != 1][0]!r} is not")
+    alphabet = np.concatenate(letters)
+    num_ids = max(int(prompt.max()), int(alphabet.max())) + 1
+    if num_ids > cfg.model.vocab_size:
+        raise ValueError(f"model.vocab_size={cfg.model.vocab_size}: the tokens of eval.passkey's prompt and alphabet need {num_ids}; "
+                         f"nearest: {num_ids}")
+    if p.filler == "random":
+        filler = RandomFiller(np.setdiff1d(np.arange(min(tokenizer.size, cfg.model.vocab_size)), [*prompt, tokenizer.start]), seed)
+    else:
+        splits = [source.corpus.train if is_training else source.corpus.heldout for source in sources]
+        filler = TextFiller([split.tokens for split in splits], [split.content for split in splits], seed)
+    try:
+        return PasskeyDataset(filler, length, prompt=prompt, alphabet=alphabet, key_tokens=p.key_tokens, seed=seed, **options)
+    except ValueError as error:
+        key = "data.seq_len" if "depths" not in options else "eval.passkey.lengths"
+        raise ValueError(f"{key}={length}: {error}") from error
 
 
 def open_source(d: DataConfig, path: str | os.PathLike | None) -> Prepared:

@@ -29,7 +29,7 @@ def step_of(cfg, world) -> dict:
     result = made.train_step(0)
     named = list(made.model.named_parameters())
     return {"loss": result.loss, "norm": result.grad_norm, "tokens": result.tokens, "valid": result.valid_tokens,
-            "heldout": made.evaluate(), "gradients": {n: p.grad.clone() for n, p in named},
+            "heldout": made.evaluate()[:2], "gradients": {n: p.grad.clone() for n, p in named},
             "weights": {n: p.detach().clone() for n, p in named}}
 
 
