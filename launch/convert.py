@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ringflash.config import Config
 from ringflash.model import ModelConfig
+from ringflash.model.build import model_config
 from ringflash.model.huggingface import load_huggingface, save_huggingface
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -59,7 +60,9 @@ def _export(args: argparse.Namespace) -> int:
         if not path.is_file():
             raise ValueError(f"{args.run}: no finished run; it has no {path.relative_to(args.run)}")
     cfg: Config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(saved)))
-    config = ModelConfig(**{f.name: getattr(cfg.model, f.name) for f in dataclasses.fields(cfg.model)})
+    if cfg.model.hf is not None:
+        raise ValueError(f"{args.run}: model.hf={cfg.model.hf} is a model of transformers, whose weights have its own names already")
+    config = model_config(cfg)
     state = torch.load(weights, map_location="cpu", weights_only=True)
     positions = cfg.data.seq_len if args.max_positions is None else args.max_positions
     save_huggingface(args.out, config, state, max_position_embeddings=positions, dtype=DTYPES.get(args.dtype))
