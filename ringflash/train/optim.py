@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ringflash.config import OptimConfig
+from ringflash.train.optimizer_offload import OffloadedAdamW
 
 
 def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:
@@ -29,4 +30,5 @@ def build_optimizer(cfg: OptimConfig, parameters: Iterable[nn.Parameter]) -> tor
     ]
     if cfg.name == "sgd":
         return torch.optim.SGD(groups, lr=cfg.lr, momentum=cfg.momentum)
-    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps)
+    kind = OffloadedAdamW if cfg.offload else torch.optim.AdamW
+    return kind(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps)
