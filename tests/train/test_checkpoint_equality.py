@@ -120,16 +120,22 @@ def test_random_generators_go_on_on_every_rank(pair, name):
     assert pair[0][name]["drawn"][0] != pair[1][name]["drawn"][0]
 
 
-def test_a_run_on_two_ranks_goes_on_on_one(folder, pair, capsys):
-    shutil.copytree(folder / "adamw" / "stopped", folder / "alone")
-    go(on(1, 1, 2), single(), folder / "alone")
+@pytest.mark.parametrize("name", ["adamw", "epoch ends with step 3", "epoch ends inside step 3, asynchronous"])
+def test_a_run_on_two_ranks_goes_on_on_one_also_at_the_end_of_an_epoch(folder, pair, capsys, name):
+    cfg, num_tokens = CASES[name]
+    shutil.copytree(folder / name / "stopped", folder / f"{name} alone")
+    _, served = go(on(1, 1, 2, cfg), single(), folder / f"{name} alone", num_tokens=num_tokens)
     assert "goes on after step 3, sample 6" in (said := capsys.readouterr().err)
     assert "saved on dp 1 x cp 2 on cpu, now dp 1 x cp 1 on cpu: equal within rounding" in said
-    assert_same_within_rounding(folder / "alone", folder / "adamw" / "plain")
+    assert served == pair[0][name]["served"][0][6:] and len(served) == 6, "the same batches"
+    assert_same_within_rounding(folder / f"{name} alone", folder / name / "plain")
 
 
 @pytest.mark.parametrize("name", ["1 x 4", "2 x 2"])
-def test_a_run_on_two_ranks_goes_on_on_four_in_whatever_order(folder, four, name):
+def test_a_run_on_two_ranks_goes_on_on_four_in_whatever_order(folder, pair, four, name):
+    served = sorted({number for rank in four for numbers in rank[name] for number in numbers})
+    assert served == list(range(6, 12)), "the same samples, each once"
+    assert sorted(number for numbers in pair[0]["adamw"]["served"][0][6:] for number in numbers) == served
     assert_same_within_rounding(folder / name, folder / "adamw" / "plain")
 
 
