@@ -31,8 +31,8 @@ def span(template: str, *values: Any) -> AbstractContextManager:
 
 
 def posting(pass_: str, step: int, sends: Parcels, recvs: Parcels) -> AbstractContextManager:
-    """The range in which a step's messages are posted."""
-    return span("ring {} step {}: post{}", pass_, step, _hops(sends, recvs)) if _is_on else _NOTHING
+    """The range in which a step's messages are posted, if it has any."""
+    return span("ring {} step {}: post{}", pass_, step, _hops(sends, recvs)) if _is_on and (sends or recvs) else _NOTHING
 
 
 def awaited(pending: Pending | None, pass_: str, step: int, sends: Parcels, recvs: Parcels) -> Pending | None:

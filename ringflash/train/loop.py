@@ -219,12 +219,7 @@ def run(cfg: Config, *, store: dist.Store, rank: int, world_size: int, folder: P
     if device.type == "cuda":
         torch.cuda.set_device(device)
     data = open_data(cfg)
-    # Before the first collective: a compile that one rank is still busy with looks like a hang to the others.
-    model = model_config(cfg)
-    heads = HeadSplit(model.num_heads, model.num_kv_heads, cfg.parallel.ulysses)
-    select_kernel(cfg, device).warmup(
-        activation_dtype(cfg, device), model.resolved_head_dim, device, batch=cfg.data.batch_size, num_heads=heads.per_rank,
-        num_kv_heads=heads.local_kv_heads, deterministic=cfg.attention.deterministic, softcap=model.softcap)
+    warm_up_kernel(cfg, device)
     post_mortem.keep_in(folder, rank)
     try:
         world = connect(dp, cp, device, timeout_s=cfg.parallel.timeout_s + _GROUP_GRACE_S, store=store, rank=rank,
@@ -250,6 +245,15 @@ def run(cfg: Config, *, store: dist.Store, rank: int, world_size: int, folder: P
     return 0
 
 
+def warm_up_kernel(cfg: Config, device: torch.device) -> None:
+    """Compiles what attention will run. Before the first collective: a rank that is still busy with it looks like a hang to others."""
+    model = model_config(cfg)
+    heads = HeadSplit(model.num_heads, model.num_kv_heads, cfg.parallel.ulysses)
+    select_kernel(cfg, device).warmup(
+        activation_dtype(cfg, device), model.resolved_head_dim, device, batch=cfg.data.batch_size, num_heads=heads.per_rank,
+        num_kv_heads=heads.local_kv_heads, deterministic=cfg.attention.deterministic, softcap=model.softcap)
+
+
 def _leave(code: int) -> int:
     """Ends the process without destructors: those of a group whose peer is gone may wait for ever."""
     sys.stdout.flush()
@@ -257,4 +261,5 @@ def _leave(code: int) -> int:
 
 
 def _shared(world: World) -> str:
-    return "" if world.ulysses == 1 else f" (ring {world.cp // world.ulysses} x ulysses {world.ulysses})"
+    ring = "" if world.ulysses == 1 else f" (ring {world.cp // world.ulysses} x ulysses {world.ulysses})"
+    return ring if world.shard == 1 else f"{ring}, weights over {world.shard},"

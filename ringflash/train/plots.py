@@ -60,7 +60,7 @@ def plot_speed(path: Path, train: list[dict]) -> None:
         draw(path, paint, rows=len(shown), size=(7, 1 + 1.5 * len(shown)))
 
 
-def plot_positions(path: Path, by_position: list[dict], step: int) -> None:
+def plot_positions(path: Path, by_position: list[dict], when: str) -> None:
     """Held-out loss over the number of tokens that a row can look back on."""
     def paint(axes) -> None:
         edges = [bucket["start"] for bucket in by_position] + [by_position[-1]["stop"]]
@@ -68,6 +68,6 @@ def plot_positions(path: Path, by_position: list[dict], step: int) -> None:
         axes.set_xscale("symlog", base=2, linthresh=1)
         axes.set_xlabel("tokens before it in its document")
         axes.set_ylabel("held-out loss (nats per token)")
-        axes.set_title(f"after step {step}", fontsize=9)
+        axes.set_title(when, fontsize=9)
 
     draw(path, paint)

@@ -90,7 +90,8 @@ class Recorder:
             plot_loss(self.folder / "loss.png", self.train, self.evals, unigram_nats)
             plot_speed(self.folder / "speed.png", self.train)
             if self.evals and self.evals[-1].get("by_position"):
-                plot_positions(self.folder / "loss_by_position.png", self.evals[-1]["by_position"], self.evals[-1]["step"])
+                plot_positions(self.folder / "loss_by_position.png", self.evals[-1]["by_position"],
+                               f"after step {self.evals[-1]['step']}")
             if self.recall is not None:
                 plot_recall(self.folder / "passkey.png", self.recall)
         print(table(summary), flush=True)
