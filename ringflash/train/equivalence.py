@@ -89,6 +89,12 @@ def run(cfg: Config, data: Data, *, device: torch.device, group: dist.ProcessGro
     if dtype != torch.float32:
         exact = dataclasses.replace(alone, train=dataclasses.replace(alone.train, dtype="fp32"))
         want = _step(Trainer(exact, single(device), data), weights)
+    return Report(dp, cp, compare(got, one_rank, want, world, dtype))
+
+
+def compare(got: Mapping[str, Tensor], one_rank: Mapping[str, Tensor], want: Mapping[str, Tensor], world: World,
+            dtype: torch.dtype) -> tuple[Row, ...]:
+    """What _step found on the ranks of world, and on one rank in dtype, both against one rank in fp32; the same rows on all ranks."""
     figures = torch.stack([_figures(got[name], one_rank[name], reference, world) for name, reference in want.items()])
     if world.group is not None:
         # The worst rank counts: weights that drift apart between ranks show here. A NaN must win over any number.
@@ -104,7 +110,7 @@ def run(cfg: Config, data: Data, *, device: torch.device, group: dist.ProcessGro
             moved = _SGD.lr * found[f"gradient of {name.removeprefix('weight ')}"][2]
             budget = allowed * moved + 2 * torch.finfo(torch.float32).eps * scale
         rows.append(Row(name, error, 2 * own_error + budget, scale))
-    return Report(dp, cp, tuple(rows))
+    return tuple(rows)
 
 
 def _figures(got: Tensor, one_rank: Tensor, want: Tensor, world: World) -> Tensor:

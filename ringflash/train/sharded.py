@@ -104,8 +104,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def full_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
-    """The model's state_dict in CPU memory on rank 0, None on the others. All ranks call this together; beside it there is one
-    parameter at a time."""
+    """The model's state_dict in CPU memory (its own, where a parameter is there and whole) on rank 0, None on the others. All ranks
+    call this together; on the device there is one whole parameter at a time."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     gathered: dict[int, Tensor | None] = {}
     state = {}

@@ -50,9 +50,9 @@ def rows(folder: Path, kind: str = "train") -> list[dict]:
 
 
 def figures(folder: Path) -> list[tuple]:
-    """What a run has measured, the times apart; evaluations too."""
-    times = ("tokens_per_s", "data_wait_ms", "time_s")
-    return sorted((row["kind"], row["step"], *(v for k, v in sorted(row.items()) if k not in (*times, "kind", "step")))
+    """What a run has measured that depends on no clock; evaluations too."""
+    keys = ("loss", "lr", "grad_norm", "tokens", "valid_tokens", "pairs_imbalance", "heldout_loss", "by_position")
+    return sorted((kind, row["step"], *((key, row[key]) for key in keys if key in row))
                   for kind in ("train", "eval") for row in rows(folder, kind))
 
 
