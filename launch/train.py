@@ -1,7 +1,7 @@
 """Training, from one command to one run folder.
 
     python launch/train.py experiment=quickstart            plain: checks everything, makes the run folder, starts the ranks
-    python launch/train.py -m train.seed=0,1,2 ...           a sweep: one job after the other, each with its own ranks
+    python launch/train.py -m train.seed=0,1,2 ...           a sweep: one job after the other, each with its own ranks; results.jsonl
     torchrun ... launch/train.py experiment=eight_gpus       under torchrun (or any launcher that sets RANK): is one rank
     python launch/train.py --resume outputs/run-... [...]    either way: the overrides of that run, its folder, its last checkpoint
 
@@ -35,6 +35,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ringflash.config import Config, validate
+from ringflash.launch.sweep import Sweep
 from ringflash.train.checkpoint_files import FOLDER, candidates
 from ringflash.train.exit_codes import REFUSED
 from ringflash.train.folder import claim_run_folder, make_run_folder, stop_mark, write_description
@@ -66,7 +67,11 @@ def main(argv: list[str] | None = None) -> None:
     argv.sort(key=lambda a: "=" in a and not a.startswith("-"))
     sys.argv = ["ringflash train", *argv]
     try:
-        hydra.main(version_base="1.3", config_path=f"pkg://{CONFIGS}", config_name="train")(launch)()
+        sweep = Sweep(launch) if _is_sweep(argv) else None
+        task = sweep.task() if sweep else launch
+        hydra.main(version_base="1.3", config_path=f"pkg://{CONFIGS}", config_name="train")(task)()
+        if sweep and sweep.finish():
+            sys.exit(1)
     except SystemExit as leaving:
         for hint in misspelt(argv) if leaving.code in (1, REFUSED) else ():
             print(f"ringflash train: {hint}", file=sys.stderr)
@@ -159,9 +164,15 @@ def launch(composed: DictConfig) -> float | None:
 
 
 def to_config(composed: DictConfig) -> Config:
-    """The dataclasses. OmegaConfBaseException for a key that they lack: Hydra lets `+train.typo=1` through."""
+    """The dataclasses, with the sizes of a model.hf. OmegaConfBaseException for a key that they lack: Hydra lets `+train.typo=1`
+    through."""
     # By way of plain values, since the node that `+` opened would stay open.
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.to_container(composed)))
+    cfg = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.to_container(composed)))
+    if cfg.model.hf is None:
+        return cfg
+    from ringflash.hf_config import resolved
+
+    return resolved(cfg)
 
 
 def num_workers(cfg: Config) -> int:
@@ -188,6 +199,10 @@ def check_world(cfg: Config, num_local: int) -> None:
     if cfg.checkpoint.resume not in ("auto", "none") and not candidates(Path(cfg.checkpoint.resume)):
         raise ValueError(f"checkpoint.resume={cfg.checkpoint.resume}: no checkpoint there; valid: auto, none, a run folder, or one "
                          "checkpoint's folder")
+    if cfg.model.weights is not None:
+        from ringflash.model.weights import check_folder
+
+        check_folder(cfg)
     open_data(cfg)
 
 

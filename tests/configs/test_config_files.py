@@ -60,7 +60,7 @@ def test_an_experiment_overrides_the_groups_and_the_command_line_overrides_the_e
 def test_an_experiment_file_starts_with_its_command(experiment):
     lines = (CONFIGS / "experiment" / f"{experiment}.yaml").read_text().splitlines()
     assert lines[0] == "# @package _global_"
-    assert lines[1] == f"# python launch/train.py experiment={experiment}"
+    assert lines[1] == f"# python launch/train.py {'-m ' if experiment.startswith('sweep_') else ''}experiment={experiment}"
 
 
 @pytest.mark.parametrize("override", ["model.dmodel=3", "parallel.tp=2", "trainer.steps=1", "data.seq_len=abc",

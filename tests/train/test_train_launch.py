@@ -128,13 +128,19 @@ def test_ranks_of_another_launcher_started_seconds_apart_share_one_folder(tmp_pa
     assert str(folder) in done[0].stderr and done[1].stdout == done[1].stderr == "", "only rank 0 speaks"
 
 
-def test_a_sweep_runs_each_job_in_its_own_folder(tmp_path):
-    done = launch(tmp_path, *MINI, "train.steps=4", "parallel.nproc=1", "-m", "train.seed=0,1", timeout=110.0)
-    assert done.returncode == 0, done.stderr
+def test_a_sweep_runs_each_job_in_its_own_folder_and_goes_on_after_one_that_is_refused(tmp_path):
+    done = launch(tmp_path, *MINI, "train.steps=2", "optim.warmup_steps=0", "parallel.nproc=1", "-m", "train.seed=-1,0,1", timeout=110.0)
+    assert done.returncode == 1 and "train.seed=-1: must be at least 0" in done.stderr, done.stderr
     (sweep,) = run_folders(tmp_path)
-    losses = [rows(sweep / job, "train")[0]["loss"] for job in ("0", "1")]
+    losses = [rows(sweep / job, "train")[0]["loss"] for job in ("1", "2")]
     assert losses[0] != losses[1]
-    assert [composed_of(sweep / job).train.seed for job in ("0", "1")] == [0, 1]
+    assert [composed_of(sweep / job).train.seed for job in ("1", "2")] == [0, 1]
+    results = [json.loads(line) for line in (sweep / "results.jsonl").read_text().splitlines()]
+    assert [(row["job"], row["exit_code"]) for row in results] == [("0", 2), ("1", 0), ("2", 0)]
+    assert [row["heldout_loss"] for row in results[1:]] == [rows(sweep / job, "eval")[0]["heldout_loss"] for job in ("1", "2")]
+    told = [line.split() for line in done.stdout.splitlines() if " job " in line]
+    assert [line[-1] for line in told][-1] == "train.seed=-1" and "train.steps=2" not in done.stdout
+    assert [float(line[0]) for line in told[:2]] == sorted(round(row["heldout_loss"], 4) for row in results[1:])
 
 
 @pytest.mark.parametrize(("overrides", "said"), [
