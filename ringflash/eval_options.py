@@ -21,6 +21,9 @@ class PasskeyConfig:
     prompt: str = "The pass key is "  # before the key, where it is said and where it is asked for
     alphabet: str = "0123456789"  # of the key, a token for each
     filler: str = "text"  # the rest: text, the run's own; or random, tokens that are in no prompt
+    # Training packs texts of these lengths into a sample, as documents: short ones are learnt first, and carry over. []: a sample is
+    # one text.
+    packed: list[int] = field(default_factory=list)
     labels: str = "answer"  # where training on the task has a loss: answer, or all
 
 
@@ -42,6 +45,14 @@ def eval_problems(cfg) -> list[str]:
             problems.append(f"{key}={value}: valid: {', '.join(valid)}")
     if any(length < 2 for length in p.lengths):
         problems.append(f"eval.passkey.lengths={list(p.lengths)}: each is a number of tokens, at least 2")
+    if any(length < 2 for length in p.packed):
+        problems.append(f"eval.passkey.packed={list(p.packed)}: each is a number of tokens, at least 2")
+    if p.packed and cfg.data.task == "passkey" and not cfg.data.document_mask:
+        problems.append(f"eval.passkey.packed={list(p.packed)}: packed texts are documents, data.document_mask=false would let them see "
+                        "each other; nearest: [], or data.document_mask=true")
+    if p.packed and max(p.packed) > cfg.data.seq_len:
+        problems.append(f"eval.passkey.packed={list(p.packed)}: must fit into data.seq_len={cfg.data.seq_len}; nearest: "
+                        f"{sorted({min(length, cfg.data.seq_len) for length in p.packed})}")
     if not p.prompt:
         problems.append("eval.passkey.prompt='': says nothing; e.g. eval.passkey.prompt='The pass key is '")
     if len(set(p.alphabet)) < 2:

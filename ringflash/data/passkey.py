@@ -16,7 +16,7 @@ import numpy as np
 from .packing import LazyTokens, Samples
 
 IGNORE = -100
-_DEPTH, _KEY, _FILLER = 0, 1, 2  # streams of random numbers of a sample
+_DEPTH, _KEY, _FILLER, _LENGTH = 0, 1, 2, 3  # streams of random numbers of a sample
 
 
 class RandomFiller:
@@ -51,7 +51,30 @@ class TextFiller:
         return {"text": self.content}
 
 
-class PasskeyDataset(Samples):
+class _Questions(Samples):
+    """What samples of the task have in common: numbered for ever, with labels at the answers alone unless they are everywhere."""
+
+    num_samples = 1 << 40
+    everywhere: bool
+
+    def answers(self, sample: int, positions: np.ndarray) -> np.ndarray:
+        """Labels (int64 [n], aligned with tokens) at positions (int64 [n]) of a sample: the answer's tokens, elsewhere -100."""
+        raise NotImplementedError
+
+    def batch_of(self, samples: tuple[int, ...]) -> dict:
+        """As Samples.batch_of, with "labels" (aligned with tokens, not shifted) unless they are everywhere."""
+        batch = super().batch_of(samples)
+        if not self.everywhere:
+            batch["labels"] = Answers(self, batch["tokens"].samples)
+        return batch
+
+    def batch_hash(self, samples: Sequence[int]) -> int:
+        """As PackedDataset.batch_hash."""
+        text = f"{self.description()} {tuple(int(s) for s in samples)}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+class PasskeyDataset(_Questions):
     """Samples of the task, seq_len tokens each, numbered for ever.
 
     filler      RandomFiller or TextFiller
@@ -64,8 +87,6 @@ class PasskeyDataset(Samples):
 
     Raises ValueError where seq_len does not hold both keys and their prompts.
     """
-
-    num_samples = 1 << 40
 
     def __init__(self, filler: RandomFiller | TextFiller, seq_len: int, *, prompt: np.ndarray, alphabet: np.ndarray, key_tokens: int,
                  seed: int = 0, depths: Sequence[float] | None = None, everywhere: bool = False, batch_size: int = 1,
@@ -105,12 +126,11 @@ class PasskeyDataset(Samples):
         tokens[is_filler] = self.filler.read(sample, rest - np.where(rest >= first, len(said), 0))
         return tokens
 
-    def batch_of(self, samples: tuple[int, ...]) -> dict:
-        """As Samples.batch_of, with "labels" (aligned with tokens, not shifted) unless they are everywhere."""
-        batch = super().batch_of(samples)
-        if not self.everywhere:
-            batch["labels"] = Answers(self, batch["tokens"].samples)
-        return batch
+    def answers(self, sample: int, positions: np.ndarray) -> np.ndarray:
+        first = self.seq_len - self.key_tokens
+        labels = np.full(positions.shape, IGNORE, np.int64)
+        labels[positions >= first] = self.key(sample)[positions[positions >= first] - first]
+        return labels
 
     def cu_seqlens(self, sample: int) -> np.ndarray:
         """int32 [2]: a sample is one document."""
@@ -122,23 +142,78 @@ class PasskeyDataset(Samples):
                 "filler": self.filler.description(), "seq_len": self.seq_len, "seed": self.seed,
                 "document_mask": self.document_mask}
 
-    def batch_hash(self, samples: Sequence[int]) -> int:
-        """As PackedDataset.batch_hash."""
-        text = f"{self.description()} {tuple(int(s) for s in samples)}"
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+class PackedPasskeys(_Questions):
+    """Samples of seq_len tokens, each several texts one after another as documents: the task at many lengths at once.
+
+    A key is found over a short distance long before it is found over a long one, and what is learnt there carries over. Each
+    length has the same share of the tokens; what is left at the end of a sample and holds no text of any length is filler.
+
+    texts    the task, one per length, with the same filler and seed
+    """
+
+    document_mask, batch_size = True, 1
+
+    def __init__(self, texts: Sequence[PasskeyDataset], seq_len: int):
+        self.texts, self.seq_len = sorted(texts, key=lambda text: text.seq_len), seq_len
+        self.filler, self.seed, self.everywhere = texts[0].filler, texts[0].seed, texts[0].everywhere
+        self.alphabet = texts[0].alphabet
+        self.lengths = np.array([text.seq_len for text in self.texts])
+        if self.lengths[-1] > seq_len:
+            raise ValueError(f"{seq_len} tokens do not hold a text of {self.lengths[-1]}")
+
+    def cu_seqlens(self, sample: int) -> np.ndarray:
+        """int32 [N + 1]: where the texts begin."""
+        most = self.seq_len // int(self.lengths[0])
+        shares = np.cumsum(1 / self.lengths)
+        drawn = _draw(self.seed, sample, _LENGTH, np.arange(most), 1 << 32) / 2.0**32
+        starts = [0]
+        for value in drawn:
+            left = self.seq_len - starts[-1]
+            fitting = int(np.searchsorted(self.lengths, left, side="right"))
+            if not fitting:
+                break
+            starts.append(starts[-1] + int(self.lengths[np.searchsorted(shares[:fitting - 1], value * shares[fitting - 1], "right")]))
+        return np.unique([*starts, self.seq_len]).astype(np.int32)
+
+    def read(self, sample: int, positions: np.ndarray) -> np.ndarray:
+        """As PackedDataset.read."""
+        return self._each(sample, positions, "read")
+
+    def answers(self, sample: int, positions: np.ndarray) -> np.ndarray:
+        return self._each(sample, positions, "answers")
+
+    def _each(self, sample: int, positions: np.ndarray, what: str) -> np.ndarray:
+        positions = np.asarray(positions, np.int64)
+        if positions.size and not (0 <= positions.min() and positions.max() < self.seq_len):
+            raise IndexError(f"positions must lie in [0, {self.seq_len}), got {positions.min()}..{positions.max()}")
+        boundaries = self.cu_seqlens(sample)
+        place = np.searchsorted(boundaries, positions, side="right") - 1
+        values = np.empty(positions.shape, np.int64)
+        for index in np.unique(place):
+            mine, start = place == index, int(boundaries[index])
+            length = int(boundaries[index + 1]) - start
+            number = sample * self.seq_len + start  # of the text among all texts
+            text = next((text for text in self.texts if text.seq_len == length), None)
+            if text is not None:
+                values[mine] = getattr(text, what)(number, positions[mine] - start)
+            else:
+                values[mine] = self.filler.read(number, positions[mine] - start) if what == "read" else IGNORE
+        return values
+
+    def description(self) -> dict:
+        """As PackedDataset.description."""
+        return {"texts": [text.description() for text in self.texts], "seq_len": self.seq_len}
 
 
 class Answers(LazyTokens):
-    """Labels [B, seq_len] of passkey samples: the answer's tokens, and -100 before them."""
+    """Labels [B, seq_len] of samples of the task."""
 
     def __getitem__(self, key) -> np.ndarray:
         rows = key[1] if isinstance(key, tuple) and len(key) == 2 and key[0] is Ellipsis else None
         if rows is None or isinstance(rows, slice):
             raise IndexError("Answers take labels[..., index] with a 1-D integer array")
-        first = self.dataset.seq_len - self.dataset.key_tokens
-        values = np.full((len(self.samples), len(rows)), IGNORE, np.int64)
-        values[:, rows >= first] = [self.dataset.key(sample)[rows[rows >= first] - first] for sample in self.samples]
-        return values
+        return np.stack([self.dataset.answers(sample, np.asarray(rows)) for sample in self.samples])
 
 
 def _draw(seed: int, sample: int, stream: int, numbers: np.ndarray, below: int) -> np.ndarray:

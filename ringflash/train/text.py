@@ -14,7 +14,8 @@ from ringflash.data import (
     VOCAB_SIZE, MixedDataset, PackedDataset, Prepared, Reading, cached, find_source, format_of, is_prepared, load_corpus,
     open_prepared, split_documents, unigram_entropy,
 )
-from ringflash.data.passkey import PasskeyDataset, RandomFiller, TextFiller
+from ringflash.data.packing import Samples
+from ringflash.data.passkey import PackedPasskeys, PasskeyDataset, RandomFiller, TextFiller
 from ringflash.data.tokenizer import load_tokenizer
 from ringflash.data_options import DataConfig
 
@@ -23,8 +24,8 @@ _ASKED, _HELDOUT = -1, -2  # seeds: every run is asked the same keys, and none t
 
 @dataclass(frozen=True)
 class Data:
-    train: PackedDataset | MixedDataset | PasskeyDataset
-    heldout: PackedDataset | MixedDataset | PasskeyDataset
+    train: Samples
+    heldout: Samples
     # Of the held-out text, under the token frequencies of the training text; of a mixture, the weighted mean; of the answers of
     # data.task=passkey, by chance.
     unigram_nats: float
@@ -46,10 +47,9 @@ def open_data(cfg: Config) -> Data:
     asked = tuple(passkey_samples(cfg, sources, length, seed=_ASKED, depths=depths_of(cfg.eval.passkey.depths), document_mask=True)
                   for length in cfg.eval.passkey.lengths)
     if d.task == "passkey":
-        everywhere = cfg.eval.passkey.labels == "all"
-        train = passkey_samples(cfg, sources, d.seq_len, seed=cfg.train.seed, is_training=True, everywhere=everywhere,
-                                batch_size=d.batch_size, document_mask=d.document_mask)
-        heldout = passkey_samples(cfg, sources, d.seq_len, seed=_HELDOUT, everywhere=everywhere, document_mask=d.document_mask)
+        options = {"everywhere": cfg.eval.passkey.labels == "all", "document_mask": d.document_mask}
+        train = passkey_training(cfg, sources, seed=cfg.train.seed, is_training=True, batch_size=d.batch_size, **options)
+        heldout = passkey_training(cfg, sources, seed=_HELDOUT, **options)
         return Data(train, heldout, math.log(len(train.alphabet)), asked)
 
     def packed(split, batch_size: int) -> PackedDataset:
@@ -96,8 +96,16 @@ def passkey_samples(cfg: Config, sources: Sequence[Prepared], length: int, *, se
     try:
         return PasskeyDataset(filler, length, prompt=prompt, alphabet=alphabet, key_tokens=p.key_tokens, seed=seed, **options)
     except ValueError as error:
-        key = "data.seq_len" if "depths" not in options else "eval.passkey.lengths"
+        key = "eval.passkey.lengths" if "depths" in options else "eval.passkey.packed" if p.packed else "data.seq_len"
         raise ValueError(f"{key}={length}: {error}") from error
+
+
+def passkey_training(cfg: Config, sources: Sequence[Prepared], **options) -> PasskeyDataset | PackedPasskeys:
+    """Samples of data.seq_len tokens to learn the task from."""
+    lengths = list(dict.fromkeys(cfg.eval.passkey.packed))
+    if not lengths:
+        return passkey_samples(cfg, sources, cfg.data.seq_len, **options)
+    return PackedPasskeys([passkey_samples(cfg, sources, length, **options) for length in lengths], cfg.data.seq_len)
 
 
 def open_source(d: DataConfig, path: str | os.PathLike | None) -> Prepared:
