@@ -75,15 +75,18 @@ def train(cfg: Config, world: World, data: Data, folder: Path | None, stop: Stop
     stop = StopRequest() if stop is None else stop
     trainer = Trainer(cfg, world, data, stop.asked)
     meter, traces = Meter(trainer), Traces(cfg.train, world.rank, folder)
-    tell_layers(trainer.model)
+    tell_layers(trainer.model.blocks)
     checkpoints = Checkpoints(cfg, world, trainer, folder)
     found = checkpoints.restore(lambda: _tell(world, accepted))
     progress = Progress(**found["progress"]) if found else Progress()
-    recorder = Recorder(folder if world.rank == 0 else None, cfg, progress.step)
+    recorder = Recorder(folder if world.rank == 0 else None, cfg, progress.step, progress.evaluated)
     if checkpoints.root is not None:
         stop.arm(cfg.checkpoint.grace_s)
     start = time.perf_counter() - progress.time_s
     try:
+        if progress.step and _evaluation_is_due(cfg, progress):
+            # The one that the checkpoint of a run that was told to stop came before.
+            _evaluate(trainer, meter, recorder, progress, start)
         while True:
             is_told = False
             if progress.step < cfg.train.steps:

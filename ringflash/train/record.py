@@ -23,8 +23,9 @@ from ringflash.train.plots import plot_loss, plot_positions, plot_speed
 class Recorder:
     """Collects the figures of a run. With folder=None (every rank but 0) all of it does nothing."""
 
-    def __init__(self, folder: Path | None, cfg: Config, step: int = 0):
-        """step: the one that the run goes on from; what metrics.jsonl has of later ones is dropped."""
+    def __init__(self, folder: Path | None, cfg: Config, step: int = 0, evaluated: int = 0):
+        """step: the one that the run goes on from; evaluated: the newest of its evaluations. What metrics.jsonl has of later ones is
+        dropped."""
         self.folder = folder
         self.train: list[dict] = []
         self.evals: list[dict] = []
@@ -34,7 +35,7 @@ class Recorder:
         self.board: EventFiles | None = None
         if folder is not None:
             (folder / STOPPED).unlink(missing_ok=True)
-            for row in self._keep(folder / "metrics.jsonl", step):
+            for row in self._keep(folder / "metrics.jsonl", step, evaluated):
                 if row["kind"] in ("train", "eval"):
                     (self.train if row["kind"] == "train" else self.evals).append(row)
             # Unbuffered: what a killed run has measured is on disk.
@@ -120,15 +121,15 @@ class Recorder:
             _write_atomically(self.folder / STOPPED, json.dumps({"step": step}).encode() + b"\n")
 
     @staticmethod
-    def _keep(path: Path, step: int) -> list[dict]:
-        """The rows up to `step`, which are then all that the file holds."""
+    def _keep(path: Path, step: int, evaluated: int) -> list[dict]:
+        """The rows up to `step`, those of evaluations up to `evaluated`, which are then all that the file holds."""
         rows = []
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
             try:
                 row = json.loads(line)
             except ValueError:
                 continue  # torn by a kill or a full disk
-            if isinstance(row, dict) and row.get("step", step + 1) <= step:
+            if isinstance(row, dict) and row.get("step", step + 1) <= (step if row.get("kind") == "train" else evaluated):
                 rows.append(row)
         _write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
         return rows
