@@ -148,6 +148,9 @@ def validate(cfg: Config, world_size: int) -> tuple[int, int]:
     problem, degrees = degrees_of(cfg.parallel, world_size)
     problems = [problem] if problem else (ulysses_problems(cfg.parallel, degrees[1], cfg.model.num_heads)
                                           + shard_problems(cfg.parallel, degrees[0] * degrees[1], cfg.train.accumulation))
+    if cfg.model.hf is not None and not problem and cfg.data.seq_len < degrees[1]:
+        problems.append(f"data.seq_len={cfg.data.seq_len}: each of {degrees[1]} cp ranks needs a token, modules of transformers (model.hf) "
+                        f"take no empty rows; nearest: {degrees[1]}")
     for rules in (_model, _data, _attention, _optim, _train, _run):
         problems += rules(cfg)
     problems += checkpoint_problems(cfg.checkpoint) + memory_problems(cfg) + eval_problems(cfg)

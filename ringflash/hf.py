@@ -61,12 +61,11 @@ def inputs(sharded: ShardedBatch, *, num_items: int | Tensor | None = None) -> d
     hidden states with ringflash.loss.chunked_cross_entropy.
     Raises ValueError where some rank of the ring has no rows, which transformers' modules cannot take.
     """
-    layout = sharded.layout
-    if layout.seq_len < layout.num_ranks or not all(layout.shard_len(rank) for rank in range(layout.num_ranks)):
-        raise ValueError(f"seq_len={layout.seq_len} over {layout.num_ranks} ranks: some rank has no rows, and modules of transformers "
-                         f"need one at least; nearest: {layout.num_ranks} tokens")
+    from ringflash.hf_attention import check_rows
+
+    check_rows(sharded.layout)
     count = sharded.num_valid if num_items is None else num_items
     positions = sharded.positions[None].expand(len(sharded.tokens), -1)
     return {"input_ids": sharded.tokens, "position_ids": positions, "labels": sharded.labels, "shift_labels": sharded.labels,
-            "num_items_in_batch": torch.clamp(count, min=1) if isinstance(count, Tensor) else max(count, 1), "layout": layout,
+            "num_items_in_batch": torch.clamp(count, min=1) if isinstance(count, Tensor) else max(count, 1), "layout": sharded.layout,
             "use_cache": False}

@@ -90,6 +90,13 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     raise ValueError(f"{type(decoder).__name__}: has no list of config.num_hidden_layers={depth} layers")
 
 
+def check_rows(layout: Any) -> None:
+    """ValueError, the same on every rank, where some rank of the layout has no rows."""
+    if any(layout.shard_len(rank) == 0 for rank in range(layout.num_ranks)):
+        raise ValueError(f"seq_len={layout.seq_len} over {layout.num_ranks} ranks: some rank has no rows, and modules of transformers "
+                         f"need one at least; nearest: {layout.num_ranks} tokens")
+
+
 def register() -> None:
     """Both functions, under NAME, for every model of this process. Changes nothing for models with another implementation."""
     from transformers import AttentionInterface, AttentionMaskInterface

@@ -4,10 +4,11 @@ Everything here takes the configuration object; transformers itself is imported 
 """
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
-from ringflash.config import MAX_HEAD_DIM
+from ringflash.config import MAX_HEAD_DIM, AttentionConfig, Config, ModelConfig, TrainConfig
 from ringflash.mask import Mask
 
 # Held against transformers' own attention (tests/model/test_hf_families.py). Of others nobody knows whether a token's row depends on
@@ -23,6 +24,51 @@ _MUST_BE = {"attention_dropout": (None, 0, 0.0), "attn_pdrop": (None, 0, 0.0), "
             "use_bidirectional_attention": (None, False), "alibi": (None, False), "is_decoder": (None, False, True),
             "is_encoder_decoder": (None, False), "output_attentions": (None, False), "output_router_logits": (None, False),
             "pretraining_tp": (None, 1)}
+
+# What a run with model.hf may say of its model; the rest is said by config.json.
+_OURS = ("hf", "weights", "loss_chunk_rows", "z_loss")
+_THEIRS = {"attention": ("window_size", "first_tokens", "chunk_size", "layers", "deterministic"),
+           "train": ("tile_rows", "residual_dtype")}
+# Changes to the logits, which the loss of the training loop (a plain output matrix) does not make.
+_PLAIN_LOGITS = {"final_logit_softcapping": (None, 0.0), "logits_scaling": (None, 1, 1.0), "logit_scale": (None, 1, 1.0)}
+
+
+def resolved(cfg: Config) -> Config:
+    """cfg with the sizes and masks of its model.hf in `model` and `attention`, where everything that plans a run looks for them.
+
+    Raises ValueError naming the key of ours that is set beside model.hf, or theirs that the training loop cannot do.
+    """
+    for group, plain, keys in (("model", ModelConfig(), [f.name for f in dataclasses.fields(ModelConfig) if f.name not in _OURS]),
+                               ("attention", AttentionConfig(), _THEIRS["attention"]), ("train", TrainConfig(), _THEIRS["train"])):
+        for key in keys:
+            value = getattr(getattr(cfg, group), key)
+            if value != getattr(plain, key):
+                raise ValueError(f"{group}.{key}={value}: a model of transformers (model.hf={cfg.model.hf}) has its own, or none; "
+                                 f"nearest: {getattr(plain, key)}")
+    if cfg.train.activations not in ("none", "block"):
+        raise ValueError(f"train.activations={cfg.train.activations}: valid with model.hf={cfg.model.hf}: none, block")
+    config = read_config(cfg.model.hf)
+    try:
+        check_config(config)
+        masks = layer_masks(config)
+        for key, valid in _PLAIN_LOGITS.items():
+            if getattr(config, key, None) not in valid:
+                raise ValueError(f"config.{key}={getattr(config, key)}: the loss of the training loop has none; nearest: {valid[-1]}, "
+                                 "or a loop of your own with ringflash.hf.enable")
+    except ValueError as error:
+        raise ValueError(f"model.hf={cfg.model.hf}: {error}") from error
+    heads = config.num_attention_heads
+    model = dataclasses.replace(
+        cfg.model, vocab_size=config.vocab_size, dim=config.hidden_size, num_layers=config.num_hidden_layers, num_heads=heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads, ffn_dim=config.intermediate_size,
+        head_dim=head_dim(config), tie_embeddings=bool(config.tie_word_embeddings),
+        softcap=float(getattr(config, "attn_logit_softcapping", None) or 0.0))
+    kinds = ["window" if mask.window_size[0] >= 0 else "chunk" if mask.chunk_size else "global" for mask in masks]
+    window = next((list(mask.window_size) for mask in masks if mask.window_size[0] >= 0), [-1, -1])
+    attention = dataclasses.replace(
+        cfg.attention, layers=kinds[:1] if len(set(kinds)) == 1 else kinds, window_size=window,
+        chunk_size=next((mask.chunk_size for mask in masks if mask.chunk_size), None))
+    return dataclasses.replace(cfg, model=model, attention=attention)
 
 
 def check_config(config: Any, *, untested: bool = False) -> None:

@@ -28,6 +28,13 @@ def build_model(cfg: Config, attention: Attention, *, tokens: int = 0, shards: i
     For train.activations=auto: tokens, of a rank in one micro-batch; shards of the weights; device_bytes of memory (None: enough).
     """
     model, train = model_config(cfg), cfg.train
+    if cfg.model.hf is not None:
+        from ringflash.hf_config import read_config
+
+        from .hf_model import HuggingFaceModel
+
+        return HuggingFaceModel(read_config(cfg.model.hf), model, attention, seed=train.seed, activations=train.activations,
+                                loss=train.loss)
     activations = train.activations
     if activations == "auto":
         activations = _choose(cfg, model, tokens, shards, device_bytes)

@@ -20,13 +20,14 @@ from ringflash import Mask, ring_attention, shard_batch
 from ringflash.config import AttentionConfig, Config
 from ringflash.kernels import dispatch
 from ringflash.model.build import build_model, model_config
+from ringflash.model.weights import load_weights
 from ringflash.sharding import ShardedBatch
 from ringflash.train.evaluation import Evaluation, evaluate
 from ringflash.train.gradients import clip_gradients, gradient_norm, sum_gradients
 from ringflash.train.optim import build_optimizer, learning_rate
 from ringflash.train.prefetch import Prefetcher, wanted_rows
 from ringflash.train.replicas import Replicas
-from ringflash.train.sharded import build_sharded, set_reduction
+from ringflash.train.sharded import build_sharded, set_reduction, write_shard
 from ringflash.train.text import Data
 from ringflash.train.world import World
 
@@ -93,7 +94,7 @@ class Trainer:
     def __init__(self, cfg: Config, world: World, data: Data, asked_to_stop: Callable[[], bool] = lambda: False):
         self.cfg, self.world, self.data, self.asked_to_stop = cfg, world, data, asked_to_stop
         self.replicas = Replicas(data.train, layer_masks(cfg.attention), world.dp, cfg.train.accumulation)
-        self.samples_per_step = self.replicas.samples_per_step
+        self.samples_per_step = world.dp * cfg.train.accumulation * cfg.data.batch_size
         self.origin = 0  # the number of the sample that step 0 would begin with
         attention = functools.partial(ring_attention, group=world.cp_group, kernel=cfg.attention.kernel,
                                       exchange=cfg.attention.exchange, rotate=cfg.attention.rotate, routing=cfg.attention.routing,
@@ -105,6 +106,8 @@ class Trainer:
             device_bytes=torch.cuda.get_device_properties(world.device).total_memory if on_gpu else None)
         self.model = build().to(world.device) if world.shard_mesh is None else \
             build_sharded(build, world.shard_mesh, world.device, self.dtype, cfg.train.seed)
+        if cfg.model.weights is not None:
+            load_weights(cfg, self.model, write_shard)
         self.parameters = list(self.model.parameters())
         self.num_parameters = sum(parameter.numel() for parameter in self.parameters)
         self.optimizer = build_optimizer(cfg.optim, self.parameters)

@@ -15,7 +15,9 @@ NOTE = re.compile(r"Note \[([^\]\n]+)\]")
 ALLOWED = {
     "kernels": set(),
     "ring": {"kernels", "mask", "layout"},
-    "model": {"loss", "token_loss", "rotary", "config"},
+    "model": {"loss", "token_loss", "rotary", "config", "hf_config", "hf_attention"},
+    "hf_config": {"config", "mask"},
+    "hf_attention": {"hf_config", "mask"},
     "loss": set(),
     "token_loss": {"loss"},
     "rotary": set(),
