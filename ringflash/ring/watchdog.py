@@ -37,7 +37,7 @@ class Position:
     step: int
     rank: str                                               # "cp rank 1 (global rank 3)"
     hops: tuple[str, ...]                                   # "receiving kv of cp rank 0 from cp rank 2 (global rank 5)", ...
-    place: str = field(default_factory=lambda: _place())    # "optimizer step 7, layers.2", where training says so
+    place: str = field(default_factory=lambda: _place())    # "optimizer step 7, layer 2", where training says so
 
     def describe(self, hops: tuple[str, ...] | None = None) -> str:
         what = "; ".join(self.hops if hops is None else hops)

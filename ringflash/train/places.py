@@ -1,29 +1,20 @@
-"""Where a rank stands inside the model, for the messages of the watchdog: modules tell it, forward and backward."""
+"""Where a rank stands inside the model, for the messages of the watchdog: layers tell it, forward and backward."""
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 from torch import Tensor, nn
 
 from ringflash.ring import watchdog
 
 
-def tell_layers(model: nn.Module) -> list[str]:
-    """From now on the watchdog knows in which layer this process stands. Returns their names, "layers.0" and so on: the members of
-    every ModuleList that is called layers, whatever model it is."""
-    named = list(_layers(model))
-    for name, layer in named:
-        _tell(name, layer)
-    return [name for name, _ in named]
+def tell_layers(blocks: Iterable[nn.Module]) -> None:
+    """From now on the watchdog knows in which of these layers this process stands: "layer 0" and so on."""
+    for index, block in enumerate(blocks):
+        _tell(f"layer {index}", block)
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and name.split(".")[-1] == "layers":
-            yield from ((f"{name}.{index}", layer) for index, layer in enumerate(module))
-
-
-def _tell(name: str, layer: nn.Module) -> None:
+def _tell(name: str, block: nn.Module) -> None:
     def enter(*_) -> None:
         watchdog.at(layer=name)
 
@@ -33,5 +24,5 @@ def _tell(name: str, layer: nn.Module) -> None:
         if isinstance(first, Tensor) and first.requires_grad:
             first.register_hook(enter)
 
-    layer.register_forward_pre_hook(enter)
-    layer.register_forward_hook(leave)
+    block.register_forward_pre_hook(enter)
+    block.register_forward_hook(leave)

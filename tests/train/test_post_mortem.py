@@ -4,6 +4,8 @@ import multiprocessing
 import os
 import pickle
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -26,9 +28,10 @@ def asleep_here() -> None:
     time.sleep(3600)
 
 
-def one_rank(rank: int, folder: Path, pass_: str, layer: str) -> None:
+def one_rank(rank: int, folder: Path, pass_: str, layer: str, device: str) -> None:
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    # One card is enough: NCCL takes two ranks on it when each has a host id of its own.
+    os.environ.update(RANK=str(rank), LOCAL_RANK="0", NCCL_HOSTID=f"ringflash-test-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
     log = os.open(folder / f"log-{rank}", os.O_CREAT | os.O_WRONLY)
     os.dup2(log, 2)
     plain = exchange.DistributedExchange.post
@@ -42,29 +45,30 @@ def one_rank(rank: int, folder: Path, pass_: str, layer: str) -> None:
     exchange.DistributedExchange.post = post
     cfg = dataclasses.replace(tiny(steps=4), data=DataConfig(path=str(folder / "text.txt"), cache_dir=str(folder / "cache"), seq_len=45))
     cfg = dataclasses.replace(cfg, parallel=dataclasses.replace(cfg.parallel, timeout_s=2.0),
-                              run=dataclasses.replace(cfg.run, progress=False))
+                              attention=dataclasses.replace(cfg.attention, kernel="auto", exchange="auto" if device == "cpu" else "nccl"),
+                              run=dataclasses.replace(cfg.run, progress=False, device=device))
     store = dist.FileStore(str(folder / "store"), RANKS)
     os._exit(loop.run(cfg, store=store, rank=rank, world_size=RANKS, folder=folder / "run", stop=StopRequest()))
 
 
-def stalled(folder: Path, pass_: str, layer: str) -> tuple[list[int], list[str]]:
+def stalled(folder: Path, pass_: str, layer: str, device: str = "cpu") -> tuple[list[int], list[str]]:
     """(exit codes, what each rank said) of a run whose rank 1 falls asleep."""
     (folder / "run").mkdir(parents=True)
     (folder / "text.txt").write_text("all work and no play. " * 200)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "ringflash.train.loop"])
-    ranks = [context.Process(target=one_rank, args=(rank, folder, pass_, layer), daemon=True) for rank in range(RANKS)]
+    ranks = [context.Process(target=one_rank, args=(rank, folder, pass_, layer, device), daemon=True) for rank in range(RANKS)]
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join(60.0)
+        rank.join(80.0)
         if rank.is_alive():
             rank.kill()
             rank.join()
     return [rank.exitcode for rank in ranks], [(folder / f"log-{rank}").read_text() for rank in range(RANKS)]
 
 
-@pytest.mark.parametrize(("pass_", "layer"), [("forward", "layers.1"), ("backward", "layers.0")])
+@pytest.mark.parametrize(("pass_", "layer"), [("forward", "layer 1"), ("backward", "layer 0")])
 def test_a_stall_names_rank_layer_step_hop_and_peer_and_leaves_stacks_and_recordings_of_all_ranks(tmp_path, pass_, layer):
     codes, said = stalled(tmp_path, pass_, layer)
     # The first to tell waits for the others to read it, and may meet their end in the ring meanwhile, which is a crash.
@@ -81,6 +85,22 @@ def test_a_stall_names_rank_layer_step_hop_and_peer_and_leaves_stacks_and_record
     for rank in range(RANKS):
         recorded = pickle.loads((tmp_path / "run" / f"flight_recorder_gloo_rank_{rank}").read_bytes())
         assert recorded["entries"] and any("ringflash" in frame["filename"] for e in recorded["entries"] for frame in e["frames"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("pass_", "layer"), [("forward", "layer 1"), ("backward", "layer 0")])
+def test_a_stall_over_nccl_leaves_its_flight_recorder_too(tmp_path, pass_, layer):
+    codes, said = stalled(tmp_path, pass_, layer, "cuda")
+    assert codes == [watchdog.EXIT_CODE] * RANKS, said
+    assert re.search(rf"no progress for \d.*cp rank 0.*{pass_} call \d+, step \d \(optimizer step 2, {layer}\): .*from cp rank 1", said[0]), said[0]
+    assert "asleep_here" in (tmp_path / "run" / "stacks_rank_1.txt").read_text()
+    for rank in range(RANKS):
+        recorded = pickle.loads((tmp_path / "run" / f"flight_recorder_nccl_rank_{rank}").read_bytes())
+        assert any("nccl:" in entry["profiling_name"] for entry in recorded["entries"])
+    shown = subprocess.run([sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(tmp_path / "run"), "-p",
+                            "flight_recorder_nccl_rank_"], capture_output=True, text=True, timeout=60.0)
+    assert shown.returncode == 0, shown.stderr
 
 
 def test_without_a_folder_or_with_one_that_is_gone_nothing_is_written_and_nothing_fails(tmp_path, monkeypatch):
@@ -104,7 +124,7 @@ def test_what_the_environment_says_about_the_recorder_stays_under_either_name(mo
 
 
 def test_a_collective_that_is_none_of_the_rings_is_told_without_a_layer():
-    watchdog.at(stage="optimizer step 3", layer="layers.1")
+    watchdog.at(stage="optimizer step 3", layer="layer 1")
     try:
         with watchdog.collective("adding up", 1, 4):
             position, _ = watchdog.oldest_wait()
@@ -113,7 +133,7 @@ def test_a_collective_that_is_none_of_the_rings_is_told_without_a_layer():
     assert re.fullmatch(r"global rank 1, collective call \d+, step 0 \(optimizer step 3\): adding up with all 4 ranks", position.describe())
 
 
-def test_layers_are_told_forward_and_backward_whatever_the_model_is_called():
+def test_layers_are_told_forward_and_backward():
     seen = []
 
     class Spy(nn.Linear):
@@ -123,12 +143,12 @@ def test_layers_are_told_forward_and_backward_whatever_the_model_is_called():
             x.register_hook(lambda g: seen.append(watchdog._place()))
             return x
 
-    model = nn.ModuleDict({"inner": nn.ModuleDict({"layers": nn.ModuleList([Spy(3, 3), Spy(3, 3)])})})
-    assert tell_layers(model) == ["inner.layers.0", "inner.layers.1"]
+    blocks = [Spy(3, 3), Spy(3, 3)]
+    tell_layers(blocks)
     x = torch.ones(2, 3)
-    for layer in model["inner"]["layers"]:
-        x = layer(x)
+    for block in blocks:
+        x = block(x)
     x.sum().backward()
     watchdog.at(stage="")
-    # The spies' hooks came first on each output; what they see there is the layer behind, or the forward's last.
-    assert seen[:2] == ["inner.layers.0", "inner.layers.1"] and len(seen) == 4 and seen[3] == "inner.layers.1"
+    # The spies' hooks came first on each output: in the backward they see what was told before.
+    assert seen == ["layer 0", "layer 1", "layer 1", "layer 1"]
