@@ -30,11 +30,7 @@ class Replicas:
         self.train, self.dp, self.num_micro_batches = train, dp, num_micro_batches
         # Pairs of a document by its length. Masks are causal and count positions within documents: the first rows of a long document
         # see what those of a short one see.
-        self._pairs = Work(masks, train.seq_len).prefix if train.document_mask and dp > 1 else None
-
-    @property
-    def samples_per_step(self) -> int:
-        return self.num_micro_batches * self.dp * self.train.batch_size
+        self._pairs = Work(masks, train.seq_len).prefix if dp > 1 and train.document_mask else None
 
     def deal(self, first: int) -> Dealt:
         """A step that begins with sample number `first`. All ranks find the same, without asking."""
@@ -42,7 +38,7 @@ class Replicas:
         order = np.arange(self.num_micro_batches * self.dp).reshape(self.num_micro_batches, self.dp)
         figures = ()
         if self._pairs is not None:
-            costs = np.array([self.pairs(first + i) for i in range(self.samples_per_step)])
+            costs = np.array([self.pairs(first + i) for i in range(order.size)])
             dealt = deal(costs, self.dp)
             figures = imbalance(costs, dealt), imbalance(costs, order)
             order = dealt

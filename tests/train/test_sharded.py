@@ -26,8 +26,9 @@ MODELS = {"untied": {}, "tied, sinks": {"tie_embeddings": True, "sinks": True, "
 SAMPLES = (4, 8)  # of one optimizer step: at dp = 4 one or two micro-batches per rank
 # What the backward computes again: nothing, a layer, a layer but its attention and the rest of it by tiles of rows.
 KEPT = {"all": {}, "block": {"activations": "block"}, "attention, tiles": {"activations": "block_save_attention", "tile_rows": 8}}
-CASES = [(world, shard, samples, model, list(KEPT)[(row + index) % 3]) for row, world in enumerate(WORLDS)
-         for index, (shard, samples, model) in enumerate(itertools.product(SHARDS, SAMPLES, MODELS))]
+# A part of all combinations, in which every choice meets every choice of every other option.
+CASES = [(WORLDS[row], SHARDS[a], SAMPLES[b], list(MODELS)[(row + a + b) % 2], list(KEPT)[(row + b * (1 + a)) % 3])
+         for row, a, b in itertools.product(range(3), range(2), range(2))]
 ADAMW = OptimConfig(name="adamw", lr=0.01, warmup_steps=0, weight_decay=0.5, grad_clip=0.05)
 
 
@@ -93,8 +94,8 @@ def count_reductions(body) -> int:
     return len(calls)
 
 
-def what_layers_see(cfg) -> dict:
-    """dtypes inside a forward, by name."""
+def step_and_dtypes(cfg) -> dict:
+    """A step, and the dtypes inside its forward, by name."""
     made, seen = trainer_of(cfg), {}
     block = made.model.blocks[1]
 
@@ -107,9 +108,9 @@ def what_layers_see(cfg) -> dict:
     block.register_forward_pre_hook(lambda module, inputs: block_inputs.append(inputs))
     made.model.embedding.register_forward_hook(lambda module, *_: seen.update(embedding=module.weight.dtype))
     made.model.head.register_forward_hook(lambda module, *_: seen.update(head=module.weight.dtype))
-    seen["loss"] = made.train_step(0).loss
+    found = equivalence._step(made, None)
     seen["masters"] = {p.dtype for p in made.parameters} | {p.grad.dtype for p in made.parameters}
-    return seen
+    return found | {"seen": seen}
 
 
 def body(rank: int) -> dict:
@@ -117,10 +118,7 @@ def body(rank: int) -> dict:
     found["no rows"] = {shard: equivalence._step(trainer_of(config((1, 4), shard, 4, "untied", seq_len=3)), None) for shard in SHARDS}
     found["no labels"] = {world: equivalence._step(trainer_of(config(world, -1, 4), no_labels=True), None) for world in WORLDS}
     found["each"] = equivalence._step(trainer_of(config((2, 2), 2, 8, reduce="each")), None)
-    found["bf16"] = {}
-    for shard in (1, *SHARDS):
-        cfg = config((2, 2), shard, 8, "tied, sinks", dtype="bf16")
-        found["bf16"][shard] = equivalence._step(trainer_of(cfg), None) | {"seen": what_layers_see(cfg)}
+    found["bf16"] = {shard: step_and_dtypes(config((2, 2), shard, 4, "tied, sinks", dtype="bf16")) for shard in (1, *SHARDS)}
 
     cfg = config((4, 1), -1)
     made = trainer_of(cfg)
@@ -140,12 +138,11 @@ def body(rank: int) -> dict:
 
     found["reductions"] = {}
     for reduce in ("last", "each"):
-        made = trainer_of(config((2, 2), -1, 8, reduce=reduce))
-        made.train_step(0)
-        found["reductions"][reduce] = count_reductions(lambda: made.train_step(1))
+        made = trainer_of(config((2, 2), -1, 4, reduce=reduce))
+        found["reductions"][reduce] = count_reductions(lambda: made.train_step(0))
 
-    found["adamw"] = {shard: steps(config((2, 2), shard, 4, optim=ADAMW), 3) for shard in (1, *SHARDS)}
-    again = [steps(config((2, 2), -1, 4, optim=ADAMW, deterministic=True), 2) for _ in range(2)]
+    found["adamw"] = {shard: steps(config((2, 2), shard, 4, optim=ADAMW), 2) for shard in (1, *SHARDS)}
+    again = [steps(config((2, 2), -1, 4, optim=ADAMW, deterministic=True), 1) for _ in range(2)]
     found["again"] = again[0]["norms"] == again[1]["norms"] and all(
         torch.equal(again[0]["weights"][name], weight) for name, weight in again[1]["weights"].items())
 
@@ -194,8 +191,8 @@ def test_reducing_in_each_micro_batch_gives_the_same_step(ranks):
 
 
 def test_gradients_are_reduced_once_a_step_unless_each_micro_batch_is_asked_for(ranks):
-    # Two layers, the head, the embedding; four micro-batches.
-    assert ranks[0]["reductions"] == {"last": 4, "each": 16}
+    # Two layers, the head, the embedding; two micro-batches.
+    assert ranks[0]["reductions"] == {"last": 4, "each": 8}
 
 
 def test_a_mean_over_ranks_is_found(ranks):
@@ -214,10 +211,9 @@ def test_bf16_layers_compute_what_replicated_ones_do_over_fp32_masters(ranks):
         for rank in (ranks[0], ranks[3]):
             got = dict(rank["bf16"][shard])
             seen = got.pop("seen")
-            assert not wrong(got, 8, "tied, sinks", dtype="bf16")
+            assert not wrong(got, 4, "tied, sinks", dtype="bf16")
             # The same forward to the bit: rounding of weights is where autocast has it.
             assert torch.equal(got["loss"], replicated["loss"])
-            assert seen["loss"] == replicated["seen"]["loss"]
             assert seen["wq"] == torch.bfloat16 and seen["masters"] == {torch.float32}
             for name in ("norm", "embedding", "head", "x", "cos"):
                 assert seen[name] == torch.float32, name
@@ -266,8 +262,8 @@ def test_adamw_with_clipping_and_decay_is_that_of_replicated_weights(ranks):
             assert got["heldout"] == (pytest.approx(want["heldout"][0], rel=1e-5), want["heldout"][1])
             for name, weight in want["weights"].items():
                 assert torch.equal(got["weights"][name], ranks[0]["adamw"][shard]["weights"][name])
-                # Adam divides by the root of tiny second moments: a hundredth of three steps' 0.03.
-                torch.testing.assert_close(got["weights"][name], weight, rtol=0, atol=3e-4)
+                # Adam divides by the root of tiny second moments: a hundredth of two steps' 0.02.
+                torch.testing.assert_close(got["weights"][name], weight, rtol=0, atol=2e-4)
 
 
 def test_a_deterministic_step_has_the_same_bits_twice(ranks):
