@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import fcntl
 import shutil
 import sys
 import warnings
@@ -203,15 +202,12 @@ class Checkpoints:
             raise ResumeError(f"{self.root}: {failure}")
 
     def _open(self) -> None:
-        """Rank 0, before any step: the folder can be written, and is ours."""
-        self.root.mkdir(parents=True, exist_ok=True)
-        self._lock = open(self.root / "lock", "a", encoding="utf-8")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise OSError(error.errno, "another process is training in this run folder") from error
-        except OSError as error:
-            _say(f"{self.root} has no locks ({error.strerror}): nothing keeps a second run out of it")
+        """Rank 0, before any step: the folder can be written, is ours, and has room."""
+        moments = 2 if self.cfg.optim.name == "adamw" else int(self.cfg.optim.momentum > 0)
+        self._lock, known = files.open_root(self.root, 4 * self.trainer.num_parameters * (1 + moments),
+                                            must_fit=self.options.on_error == "stop")
+        for line in known:
+            _say(line)
 
     def _verified(self, path: Path) -> dict | None:
         """The manifest of a whole checkpoint; else None, after rank 0 has said what is wrong."""

@@ -10,12 +10,15 @@ Without torch: the launcher looks here too.
 """
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
 from pathlib import Path
+from typing import TextIO
 
 FOLDER = "checkpoints"
 MANIFEST = "manifest.json"
@@ -154,6 +157,29 @@ def set_aside(folder: Path) -> Path:
     os.rename(folder, aside)
     sync_folder(folder.parent)
     return aside
+
+
+def open_root(root: Path, needed_bytes: int, *, must_fit: bool) -> tuple[TextIO, list[str]]:
+    """Makes the folder where it is missing; (the lock, ours as long as the file is open; what the user should know).
+
+    needed_bytes: of a checkpoint, about. Raises OSError where the folder cannot be written, another process holds the lock, or with
+    must_fit the disk has no room for one.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    lock, known = open(root / "lock", "a", encoding="utf-8"), []
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise OSError(error.errno, "another process is training in this run folder") from error
+    except OSError as error:
+        known.append(f"{root} has no locks ({error.strerror}): nothing keeps a second run out of it")
+    free = shutil.disk_usage(root).free
+    if free < needed_bytes:
+        problem = f"a checkpoint takes about {needed_bytes / 2**20:,.1f} MiB, the disk has {free / 2**20:,.1f} MiB left"
+        if must_fit:
+            raise OSError(errno.ENOSPC, problem)
+        known.append(f"{root}: {problem}: none can be saved until there is room")
+    return lock, known
 
 
 def sync_folder(folder: Path) -> None:

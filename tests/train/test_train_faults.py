@@ -18,7 +18,7 @@ from checkpoint_runs import StopAfter, figures, kept, same_bits, weights, whole
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from ringflash.config import DataConfig, validate
-from ringflash.data import prepared
+from ringflash.data import Reading, prepared
 from ringflash.train.folder import claim_run_folder
 from ringflash.train.loop import train
 from ringflash.train.text import open_data
@@ -143,6 +143,13 @@ def full_disk(base: Path, patch):
 
 
 @contextlib.contextmanager
+def no_room(base: Path, patch):
+    usage = shutil.disk_usage(base)
+    patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100_000))
+    yield {"on_error": "stop"}
+
+
+@contextlib.contextmanager
 def read_only_folder(base: Path, patch):
     true_open = builtins.open
 
@@ -168,6 +175,7 @@ REFUSED = {
     "empty folder": (no_text, "empty: the folder holds no file that matches '**/*'"),
     "unknown dataset field": (no_field, "data.text_field=contents: "),
     "full disk under the cache": (full_cache, "No space left on device"),
+    "a disk with room for none": (no_room, "checkpoints: a checkpoint takes about 0.3 MiB, the disk has 0.1 MiB left; nearest: another"),
     "read-only run folder": (read_only_folder, "checkpoints: Read-only file system; nearest: another run.dir"),
     "no run folder": (no_folder, "a.bin/run: the folder cannot be made"),
 }
@@ -183,9 +191,10 @@ def test_a_fault_is_told_in_words_before_anything_is_trained_or_survived_and_not
     shutil.copytree(stopped, base)
     fault, words = (REFUSED | SURVIVED)[name]
     with pytest.MonkeyPatch.context() as patch, fault(base, patch) as given:
-        cfg = config(base, **{key: value for key, value in given.items() if key not in ("vocab_size", "dir")})
+        cfg = config(base, **{key: value for key, value in given.items() if key in Reading.__dataclass_fields__ or key in ("path", "cache_dir")})
         cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, vocab_size=given.get("vocab_size", cfg.model.vocab_size)),
-                                  run=dataclasses.replace(cfg.run, dir=given.get("dir", cfg.run.dir)))
+                                  run=dataclasses.replace(cfg.run, dir=given.get("dir", cfg.run.dir)),
+                                  checkpoint=dataclasses.replace(cfg.checkpoint, on_error=given.get("on_error", "warn")))
         before = contents(base / "run")
         capsys.readouterr()
         if name in REFUSED:
