@@ -20,11 +20,12 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-__all__ = ["ALIGNMENT_BYTES", "ELEMENTS", "TensorDescriptor", "describable", "describe", "fence_async_shared", "gl", "gluon",
-           "mbarrier", "reinterpret", "tma_load", "tma_reduce_add", "tma_store", "tma_store_wait", "warpgroup_mma",
-           "warpgroup_mma_wait"]
+from .launching import Form
+from .visits import ALIGNMENT_BYTES
 
-ALIGNMENT_BYTES = 16  # of a descriptor's base and strides, in the hardware
+__all__ = ["ELEMENTS", "TensorDescriptor", "describe", "fence_async_shared", "gl", "gluon", "mbarrier", "reinterpret", "tma_load",
+           "tma_reduce_add", "tma_store", "tma_store_wait", "warpgroup_mma", "warpgroup_mma_wait"]
+
 ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
 if hasattr(tma, "async_load"):
@@ -52,25 +53,21 @@ def reinterpret(memory, dtype, shape, layout, _semantic=None):
     return method(dtype, shape, layout, _semantic=_semantic)
 
 
-def describable(x: Tensor) -> bool:
-    """Whether a tensor map may describe x (any number of dims up to 5): contiguous last dim, base and strides in 16 bytes,
-    rising addresses (an expanded dim has stride 0)."""
-    size = x.element_size()
-    if 0 in x.shape or x.stride(-1) != 1 or x.data_ptr() % ALIGNMENT_BYTES:
-        return False
-    return all(n == 1 or (0 < s and s * size % ALIGNMENT_BYTES == 0 and s * size < 1 << 40)
-               for n, s in zip(x.shape[:-1], x.stride()[:-1]))
-
-
-def describe(x: Tensor, block: list[int]) -> TensorDescriptor:
-    """Descriptor of x with blocks of that shape, in the layout that wgmma reads. It ends at the last real row and column: past
-    them loads give 0 and stores do nothing."""
-    # the stride of a dim of size 1 is never used but must be legal
-    steps = [step if n > 1 else ALIGNMENT_BYTES for n, step in zip(x.shape[:-1], x.stride()[:-1])]
-    return TensorDescriptor(x, list(x.shape), [*steps, 1], block, _layout(tuple(block), x.dtype))
+def describe(x: Tensor, block: tuple[int, ...], swizzled: bool = True) -> TensorDescriptor:
+    """Descriptor of x, `describable`, with blocks of that shape, in the layout that wgmma reads (or not swizzled: rows as they
+    lie). It ends at the last real row and column: past them loads give 0 and stores do nothing."""
+    shape, strides = list(x.shape), list(x.stride())
+    for dim, n in enumerate(shape[:-1]):
+        if n == 1:
+            strides[dim] = ALIGNMENT_BYTES  # never used but must be legal
+    return _form(block, x.dtype, swizzled).describe(x, shape, strides)
 
 
 @lru_cache(maxsize=None)
-def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    # kept: making it takes a quarter of a launch's time on the host
-    return gl.NVMMASharedLayout.get_default_for(list(block), ELEMENTS[dtype])
+def _form(block: tuple[int, ...], dtype: torch.dtype, swizzled: bool) -> Form:
+    element = ELEMENTS[dtype]
+    if swizzled:
+        layout = gl.NVMMASharedLayout.get_default_for(list(block), element)
+    else:
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=element.primitive_bitwidth, rank=len(block))
+    return Form(lambda x, shape, strides: TensorDescriptor(x, shape, strides, list(block), layout))

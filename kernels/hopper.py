@@ -9,11 +9,15 @@ expanded dims) are copied to contiguous ones; such an `out` is written by way of
 """
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor
 
 from .intervals import Intervals
 from .reference import check_softcap
+from .visits import check_forward, loadable, with_positive_scale, write_nothing_seen
+from .warming import warm
 
 name = "hopper"
 HEAD_DIMS = (64, 128, 256)
@@ -85,38 +89,25 @@ def forward(
     first: state and lse are written, never read. out given: the last visit; state is then left as it was.
     """
     check_softcap(softcap)
-    if state is None and (out is None or not first):
-        raise ValueError("forward: state may be None only when this visit is both the first and the last")
-    for label, x in (("lse", lse), ("state", state), ("out", out)):
-        if x is not None and x.stride(-1) != 1 and x.shape[-1] > 1:
-            raise ValueError(f"{label}: strides {x.stride()}, the last one must be 1")
+    check_forward(state, lse, out, first)
     if 0 in q.shape:
         return
     if 0 in k.shape or intervals.is_empty:
-        _nothing_to_see(state, lse, out, first)
+        write_nothing_seen(state, lse, out, first)
         return
-    from .hopper_forward import forward_kernel, forward_launch, loadable
+    from .hopper_forward import forward_kernel, forward_launch
+    from .launching import launch
 
-    # The kernel scales after it has taken the maximum, which needs a positive scale.
-    if softmax_scale <= 0:
-        q, softmax_scale = (-q, -softmax_scale) if softmax_scale < 0 else (torch.zeros_like(q), 1.0)
+    q, softmax_scale = with_positive_scale(q, softmax_scale)
     written = None if out is None else loadable(out)
     with torch.cuda.device(q.device):
         sms = torch.cuda.get_device_properties(q.device).multi_processor_count
         grid, arguments, options = forward_launch(
             loadable(q), loadable(k), loadable(v), intervals, _counter(q.device), state, lse, written, softmax_scale, softcap,
             first, sms - spare_sms)
-        forward_kernel[grid](**arguments, **options)
+        launch(forward_kernel, grid, arguments, options)
     if written is not out:
         out.copy_(written)
-
-
-def _nothing_to_see(state: Tensor | None, lse: Tensor, out: Tensor | None, first: bool) -> None:
-    if first:
-        lse.fill_(-torch.inf)
-        (state if out is None else out).zero_()
-    elif out is not None:
-        out.copy_(state)
 
 
 def _counter(device: torch.device) -> Tensor:
@@ -182,37 +173,11 @@ def warmup(
     batch: int = 1, num_heads: int = 2, num_kv_heads: int = 1, deterministic: bool = False,
     head_dim_v: int | None = None, softcap: float = 0.0,
 ) -> None:
-    """Compile every variant of a run by launching it on a few rows: first / fold / last visits, and the backward with and without
-    accumulating. Before the first collective, on every rank: a compile in mid-run looks like a hang to the peers.
+    """Compile every variant of a run by launching it on a few rows, on every rank before the first collective (see `warm`).
 
-    Raises ValueError for a head_dim_v other than head_dim.
+    Raises ValueError for a head_dim_v other than head_dim: these kernels take none.
     """
     if head_dim_v not in (None, head_dim):
         raise ValueError(f"head_dim_v={head_dim_v}: these kernels take only that of q and k, {head_dim}")
-    device, rows = torch.device(device), 16
-    bounds = torch.zeros(rows, dtype=torch.int32), torch.full((rows,), rows, dtype=torch.int32)
-    intervals = Intervals.from_host(*bounds, *bounds, device)
-    q, out = (torch.zeros(batch, rows, num_heads, head_dim, dtype=dtype, device=device) for _ in range(2))
-    state, dq = (torch.zeros(q.shape, device=device) for _ in range(2))
-    lse = torch.zeros(batch, num_heads, rows, device=device)
-    row_sums = [delta(out, out, dlse) for dlse in (None, lse)][0]
-    for packed in (False, True):  # a rank's own keys, or views of one buffer as they arrive from another
-        k, v, dk, dv = (x for kind in (dtype, torch.float32)
-                        for x in _keys(batch, rows, num_kv_heads, head_dim, kind, device, packed))
-        for first in (True, False):
-            for result in (None, out):
-                forward(q, k, v, intervals, softmax_scale=1.0, softcap=softcap, state=state, lse=lse, out=result, first=first)
-        for accumulate in (False, True):
-            backward(out, q, k, v, lse, row_sums, intervals, softmax_scale=1.0, softcap=softcap, dq=dq, dk=dk, dv=dv,
-                     accumulate_dq=accumulate, accumulate_dkv=accumulate, deterministic=deterministic)
-
-
-def _keys(
-    batch: int, rows: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, packed: bool
-) -> tuple[Tensor, Tensor]:
-    """Two zero tensors [batch, rows, heads, head_dim], packed: as views of one [rows, batch, heads, 2 * head_dim]."""
-    if not packed:
-        shape = (batch, rows, heads, head_dim)
-        return torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
-    both = torch.zeros(rows, batch, heads, 2 * head_dim, dtype=dtype, device=device).transpose(0, 1)
-    return both[..., :head_dim], both[..., head_dim:]
+    warm(sys.modules[__name__], dtype, head_dim, head_dim, device, batch=batch, num_heads=num_heads, num_kv_heads=num_kv_heads,
+         deterministic=deterministic, softcap=softcap)

@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from . import triton_dq
-from .gluon_shim import TensorDescriptor, describable, describe, gl
+from .gluon_shim import describe
 from .hopper_backward_kernel import backward_kernel
 from .hopper_backward_prepare import prepare
 from .intervals import Intervals
+from .launching import launch
 from .triton_backward import exponent
 from .triton_support import rows_last
 from .triton_tiles import tile_for
+from .visits import describable, loadable, write_no_gradient
 
 KEYS = 128  # of a tile: fewer would double the traffic of dq
 # Heads walked together: with one at a time the last wave is long where a head has few tiles (8k rows, 8 kv heads, causal: 80% of
@@ -69,19 +71,16 @@ def backward(
     """This visit's share of dq, dk, dv. Not accumulating: every row is written and nothing is read. Rows whose lse is -inf give
     nothing. deterministic: the same bits from run to run, with a query-stationary kernel for dq. Otherwise dq is the sum of fp32
     additions in any order, and so are some rows of dk and dv where all keys see the same queries."""
-    nothing = 0 in q.shape or 0 in k.shape or intervals.is_empty
-    if not accumulate_dq and (nothing or not deterministic):
-        dq.zero_()  # the kernel adds
-    if nothing:
-        if not accumulate_dkv:
-            dk.zero_()
-            dv.zero_()
+    if 0 in q.shape or 0 in k.shape or intervals.is_empty:
+        write_no_gradient(dq, dk, dv, accumulate_dq, accumulate_dkv)
         return
+    if not accumulate_dq and not deterministic:
+        dq.zero_()  # the kernel adds
     # The kernel wants a positive scale: a sign or a zero goes into the keys, which is right for dq, and into dk's last factor.
     sign = (softmax_scale > 0) - (softmax_scale < 0)
     if sign <= 0:
         k, softmax_scale = k * sign, abs(softmax_scale) or 1.0
-    dout, q, k, v = (_operand(x) for x in (dout, q, k, v))
+    dout, q, k, v = (loadable(x) for x in (dout, q, k, v))
     targets = [_target(x, keep) for x, keep in ((dq, True), (dk, accumulate_dkv), (dv, accumulate_dkv))]
     variant = VARIANTS[q.shape[-1]]
     with torch.cuda.device(q.device):
@@ -89,18 +88,13 @@ def backward(
         grid, arguments, options = backward_launch(
             dout, q, k, v, *rows, intervals, None if deterministic else targets[0], *targets[1:], softmax_scale, softcap, sign,
             accumulate_dkv, variant, torch.cuda.get_device_properties(q.device).multi_processor_count)
-        backward_kernel[grid](**arguments, **options)
+        launch(backward_kernel, grid, arguments, options)
         if deterministic:
             _dq_by_rows(dout, q, k, v, lse, delta, intervals, dq, softmax_scale, softcap, accumulate_dq)
             targets[0] = dq
     for x, target, keep in zip((dq, dk, dv), targets, (True, accumulate_dkv, accumulate_dkv)):
         if target is not x:
             x.add_(target) if keep else x.copy_(target)
-
-
-def _operand(x: Tensor) -> Tensor:
-    """x, or a copy that a tensor map can describe."""
-    return x if describable(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _target(x: Tensor, accumulate: bool) -> Tensor:
@@ -120,7 +114,7 @@ def _dq_by_rows(
     grid, arguments, options = triton_dq.dq_launch(
         dout, q, k, v, exponent(rows_last(lse)), torch.where(dead, 0.0, delta), intervals.k_lo, intervals.k_hi, dq,
         softmax_scale, softcap, accumulate, tile_for("hopper", q.shape[-1], "dq", q.dtype))
-    triton_dq.dq_kernel[grid](**arguments, **options)
+    launch(triton_dq.dq_kernel, grid, arguments, options)
 
 
 def delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
@@ -149,7 +143,7 @@ def backward_launch(
     capped = softcap > 0
     folded = _folded(q.dtype)
     block_m, half = variant.block_m, KEYS // 2
-    dq_block = [1, block_m // 2, 1, head_dim] if variant.by_rows else [1, block_m, 1, head_dim // 2]
+    dq_block = (1, block_m // 2, 1, head_dim) if variant.by_rows else (1, block_m, 1, head_dim // 2)
     num_kv_total = batch * num_kv_heads
     num_tiles, section = -(-num_k // KEYS), _section(q, num_kv_total)
     num_whole, parts = (num_tiles * num_kv_total, 1) if dq is None else _shares(intervals, num_tiles * num_kv_total, sms)
@@ -160,10 +154,10 @@ def backward_launch(
         for x in (dk, dv):
             x[:, first_rank * KEYS:].zero_()
     arguments = dict(
-        q=describe(q, [1, block_m, 1, head_dim]), k=describe(k, [1, KEYS, 1, head_dim]), v=describe(v, [1, KEYS, 1, head_dim]),
-        dout=describe(dout, [1, block_m, 1, head_dim]), row_lse=_rows(row_lse, block_m), row_delta=_rows(row_delta, block_m),
-        dq=describe(dk, [1, half, 1, head_dim]) if dq is None else describe(dq, dq_block),
-        dk=describe(dk, [1, half, 1, head_dim]), dv=describe(dv, [1, half, 1, head_dim]),
+        q=describe(q, (1, block_m, 1, head_dim)), k=describe(k, (1, KEYS, 1, head_dim)), v=describe(v, (1, KEYS, 1, head_dim)),
+        dout=describe(dout, (1, block_m, 1, head_dim)), row_lse=describe(row_lse, (1, block_m), False), row_delta=describe(row_delta, (1, block_m), False),
+        dq=describe(dk, (1, half, 1, head_dim)) if dq is None else describe(dq, dq_block),
+        dk=describe(dk, (1, half, 1, head_dim)), dv=describe(dv, (1, half, 1, head_dim)),
         q_lo=intervals.q_lo, q_hi=intervals.q_hi,
         exponent_scale=softmax_scale / softcap if capped else softmax_scale * math.log2(math.e),
         dq_scale=1.0 if folded else softmax_scale, dk_scale=float(dk_sign) * (1.0 if folded else softmax_scale),
@@ -185,16 +179,18 @@ def _folded(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16
 
 
-def _rows(x: Tensor, block: int) -> TensorDescriptor:
-    """Descriptor of x [B * Hq, padded] fp32 with blocks of `block` numbers of one row, not swizzled: read as they lie."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [1, block], layout)
-
-
 def _section(q: Tensor, num_kv_total: int) -> int:
     """kv heads (of num_kv_total, over all batches) whose queries take about SECTION_BYTES (q and dout) together; at least 1."""
     per_head = 2 * q.shape[0] * q.shape[1] * q.shape[2] * q.shape[3] * q.element_size() // num_kv_total
     return max(1, min(num_kv_total, SECTION_BYTES // per_head))
+
+
+def _all_alike(intervals: Intervals) -> bool:
+    """Whether all keys are seen by the same queries; kept with the intervals."""
+    key = ("hopper", "all alike")
+    if key not in intervals.cache:
+        intervals.cache[key] = all(int(end[0]) == int(end[-1]) for end in (intervals.host_q_lo, intervals.host_q_hi))
+    return intervals.cache[key]
 
 
 def _shares(intervals: Intervals, tiles: int, sms: int) -> tuple[int, int]:
@@ -203,9 +199,8 @@ def _shares(intervals: Intervals, tiles: int, sms: int) -> tuple[int, int]:
     Where all key tiles have the same work (their keys see the same queries), the last wave leaves SMs idle: its tiles are cut
     along the queries, at most eight times. Under a causal mask the short tiles come last and do that by themselves.
     """
-    lo, hi = intervals.host_q_lo, intervals.host_q_hi
     rest = tiles % sms
-    if rest == 0 or int(lo[0]) != int(lo[-1]) or int(hi[0]) != int(hi[-1]):
+    if rest == 0 or not _all_alike(intervals):
         return tiles, 1
     # a share costs its prologue and a second addition to dk and dv: about a 64th of a long tile
     parts = min((1, 2, 4, 8), key=lambda n: -(-rest * n // sms) * (1 / n + 1 / 64))

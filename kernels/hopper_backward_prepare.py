@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launching import launch
 from .triton_support import LOG2_E, strides
 
 ROWS = 1024  # of a program
@@ -61,8 +62,9 @@ def prepare(
     padded = -(-num_q // PAD) * PAD
     row_lse = torch.empty((batch * num_heads, padded), dtype=torch.float32, device=lse.device)
     row_delta = torch.empty_like(row_lse)
-    prepare_kernel[(triton.cdiv(padded, ROWS), batch * num_heads)](
-        lse, delta, row_lse, row_delta, num_q, padded, num_heads, -math.log2(softmax_scale) if folded else 0.0,
-        -1.0 if init_dp else 1.0,
-        *strides(lse), *strides(delta), BLOCK=ROWS)
+    (lse_sb, lse_sh, lse_ss), (delta_sb, delta_sh, delta_ss) = strides(lse), strides(delta)
+    launch(prepare_kernel, (triton.cdiv(padded, ROWS), batch * num_heads), dict(
+        lse=lse, delta=delta, row_lse=row_lse, row_delta=row_delta, num_q=num_q, padded=padded, num_heads=num_heads,
+        shift=-math.log2(softmax_scale) if folded else 0.0, delta_factor=-1.0 if init_dp else 1.0,
+        lse_sb=lse_sb, lse_sh=lse_sh, lse_ss=lse_ss, delta_sb=delta_sb, delta_sh=delta_sh, delta_ss=delta_ss, BLOCK=ROWS), {})
     return row_lse, row_delta

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .gluon_shim import describable, describe, fence_async_shared, gl, gluon, mbarrier
+from .gluon_shim import describe, fence_async_shared, gl, gluon, mbarrier
 from .hopper_forward_consumer import consumer
 from .hopper_forward_producer import producer
 from .hopper_forward_scheduler import TILE_INFO, scheduler
@@ -172,9 +172,9 @@ def forward_launch(
     steps = [0 if unused or state.shape[i] == 1 else state.stride(i) for i in range(3)]
     lse_steps = [0 if lse.shape[i] == 1 else lse.stride(i) for i in range(2)]
     arguments = dict(
-        q_desc=describe(q, [1, tile.block_m, 1, head_dim]), k_desc=describe(k, [1, tile.block_n, 1, head_dim]),
-        v_desc=describe(v, [1, tile.block_n, 1, head_dim]),
-        out_desc=describe(q if out is None else out, [1, tile.block_m, 1, head_dim]),
+        q_desc=describe(q, (1, tile.block_m, 1, head_dim)), k_desc=describe(k, (1, tile.block_n, 1, head_dim)),
+        v_desc=describe(v, (1, tile.block_n, 1, head_dim)),
+        out_desc=describe(q if out is None else out, (1, tile.block_m, 1, head_dim)),
         state=lse if unused else state, lse=lse, k_lo=intervals.k_lo, k_hi=intervals.k_hi,
         order=heaviest_first(intervals, tile.rows), counter=counter,
         num_q=num_q, num_heads=num_heads, group=group, num_heads_total=batch * num_heads, section=section, num_tiles=num_tiles,
@@ -185,10 +185,4 @@ def forward_launch(
         STAGES=tile.stages, Q_REGISTERS=tile.q_registers, REGISTERS=tile.consumer_registers,
         FIRST=first, LAST=out is not None, CAPPED=softcap > 0, BY_SUMS=tile.by_sums and q.dtype == torch.bfloat16,
     )
-    return (max(1, min(total, num_ctas)),), arguments, {"num_warps": 4, "maxnreg": tile.max_registers, "enable_fp_fusion": True}
-
-
-def loadable(x: Tensor) -> Tensor:
-    """x [B, S, H, D] itself where the copy engine can address it (contiguous last dim, 16-byte aligned base and strides, no
-    expanded dim), else a contiguous copy."""
-    return x if describable(x) else x.clone(memory_format=torch.contiguous_format)
+    return (max(1, min(total, num_ctas)),), arguments, {"num_warps": 4, "maxnreg": tile.max_registers}

@@ -6,6 +6,7 @@ is bitwise the same from run to run.
 """
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -13,11 +14,14 @@ from torch import Tensor
 
 from . import triton_dq
 from .intervals import Intervals
+from .launching import launch
 from .reference import check_softcap
 from .triton_backward import backward_kernel, backward_launch, exponent
 from .triton_forward import forward as _forward
-from .triton_support import INTERPRETED, interpreter_problem, require_rows_last, rows_last
+from .triton_support import INTERPRETED, interpreter_problem, rows_last
 from .triton_tiles import Tile, arch_of, tile_for
+from .visits import require_rows_last, write_no_gradient
+from .warming import warm
 
 name = "triton"
 MAX_HEAD_DIM = 256
@@ -105,7 +109,7 @@ def backward(
     for label, x in (("dq", dq), ("dk", dk), ("dv", dv)):
         require_rows_last(label, x)
     if 0 in q.shape or 0 in v.shape or intervals.is_empty:
-        _write_zeros(dq, dk, dv, accumulate_dq, accumulate_dkv)
+        write_no_gradient(dq, dk, dv, accumulate_dq, accumulate_dkv)
         return
     dout, q, k, v = (rows_last(x) for x in (dout, q, k, v))
     tile = _tile(q, v, "backward")
@@ -119,20 +123,12 @@ def backward(
         grid, arguments, options = backward_launch(
             dout, q, k, v, lse_log2, delta, intervals.q_lo, intervals.q_hi, None if separate else dq, dk, dv, softmax_scale,
             softcap, accumulate_dkv, tile)
-        backward_kernel[grid](**arguments, **options)
+        launch(backward_kernel, grid, arguments, options)
         if separate:
             grid, arguments, options = triton_dq.dq_launch(
                 dout, q, k, v, lse_log2, delta, intervals.k_lo, intervals.k_hi, dq, softmax_scale, softcap, accumulate_dq,
                 _tile(q, v, "dq"))
-            triton_dq.dq_kernel[grid](**arguments, **options)
-
-
-def _write_zeros(dq: Tensor, dk: Tensor, dv: Tensor, accumulate_dq: bool, accumulate_dkv: bool) -> None:
-    if not accumulate_dq:
-        dq.zero_()
-    if not accumulate_dkv:
-        dk.zero_()
-        dv.zero_()
+            launch(triton_dq.dq_kernel, grid, arguments, options)
 
 
 @torch.no_grad()
@@ -147,53 +143,6 @@ def warmup(
     batch: int = 1, num_heads: int = 2, num_kv_heads: int = 1, deterministic: bool = False,
     head_dim_v: int | None = None, softcap: float = 0.0,
 ) -> None:
-    """Compile every variant of a run by launching it on a few rows: first / fold / last visits, and the backward with and without
-    accumulating. Before the first collective, on every rank: a compile in mid-run looks like a hang to the peers.
-
-    The heads and batch are the run's own: what a kernel is specialised on is whether strides are multiples of 16, which may
-    differ between a rank's own keys and those that arrive packed. (With batch > 1 and heads * head_dim no multiple of 16
-    the batch stride depends on the number of rows too, and a variant may be left for later; so may that of a visit of one row.)
-    """
-    device = torch.device(device)
-    head_dim_v = head_dim if head_dim_v is None else head_dim_v
-    rows = 16
-    q = torch.zeros((batch, rows, num_heads, head_dim), dtype=dtype, device=device)
-    bounds = torch.zeros(rows, dtype=torch.int32), torch.full((rows,), rows, dtype=torch.int32)
-    intervals = Intervals.from_host(*bounds, *bounds, device)
-    dq, state = (torch.zeros((batch, rows, num_heads, d), dtype=torch.float32, device=device) for d in (head_dim, head_dim_v))
-    lse = torch.zeros((batch, num_heads, rows), dtype=torch.float32, device=device)
-    out = torch.zeros((batch, rows, num_heads, head_dim_v), dtype=dtype, device=device)
-    for dlse in (None, lse):
-        row_sums = delta(out, out, dlse)
-
-    def keys(dtype: torch.dtype, packed: bool) -> tuple[Tensor, Tensor]:
-        """A rank's own k, v (or dk, dv), or views of one buffer as they arrive from another."""
-        if not packed:
-            return tuple(torch.zeros((batch, rows, num_kv_heads, d), dtype=dtype, device=device) for d in (head_dim, head_dim_v))
-        both = torch.zeros((rows, batch, num_kv_heads, head_dim + head_dim_v), dtype=dtype, device=device)
-        return tuple(x.transpose(0, 1) for x in both.split((head_dim, head_dim_v), -1))
-
-    for packed in (False, True):
-        k, v = keys(dtype, packed)
-        for first in (True, False):
-            for result in (None, out):
-                forward(q, k, v, intervals, softmax_scale=1.0, softcap=softcap, state=state, lse=lse, out=result, first=first)
-        dk, dv = keys(torch.float32, packed)
-        # Own queries meet keys that arrived, or, where the Q side rotates, the other way round.
-        for arrived in (False, True)[: 1 if packed else 2]:
-            visit_q, visit_dout, visit_dq = _arrived_queries(q, out, lse, dq) if arrived else (q, out, dq)
-            for accumulate in (False, True):
-                backward(visit_dout, visit_q, k, v, lse, row_sums, intervals, softmax_scale=1.0, softcap=softcap, dq=visit_dq,
-                         dk=dk, dv=dv, accumulate_dq=accumulate, accumulate_dkv=accumulate, deterministic=deterministic)
-
-
-def _arrived_queries(q: Tensor, dout: Tensor, lse: Tensor, dq: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, dout, dq with the strides that they have where the Q side rotates: q and dout lie in rows of bytes with lse and delta,
-    each section at a multiple of 16 bytes, a row of 64, and dq in [rows, B, Hq, D]."""
-    sections = [x.numel() // q.shape[1] * x.element_size() for x in (q, dout, lse, lse)]
-    starts = [sum(-(-size // 16) * 16 for size in sections[:i]) for i in range(5)]
-    rows = torch.zeros((q.shape[1], -(-starts[4] // 64) * 64), dtype=torch.uint8, device=q.device)
-    q_view, dout_view = (
-        rows[:, start:start + size].view(x.dtype).unflatten(1, (x.shape[0], *x.shape[2:])).transpose(0, 1)
-        for x, start, size in zip((q, dout), starts, sections))
-    return q_view, dout_view, torch.zeros_like(dq.transpose(0, 1), memory_format=torch.contiguous_format).transpose(0, 1)
+    """Compile every variant of a run by launching it on a few rows, on every rank before the first collective (see `warm`)."""
+    warm(sys.modules[__name__], dtype, head_dim, head_dim if head_dim_v is None else head_dim_v, device, batch=batch,
+         num_heads=num_heads, num_kv_heads=num_kv_heads, deterministic=deterministic, softcap=softcap)

@@ -10,11 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launching import launch
 from .triton_support import (
-    INTERPRETED, LOG2_E, describable, describe, dot, dot_add, load_rows, rounded, scale_in_tanh, section_heads, section_of,
+    INTERPRETED, LOG2_E, describe, dot, dot_add, load_rows, named_strides, rounded, scale_in_tanh, section_heads, section_of,
     strides, tanh_and_slope, tile_pointers,
 )
 from .triton_tiles import Tile, padded_head_dim
+from .visits import describable
 
 # lse is passed in base 2 with +inf for rows that saw nothing anywhere: exp2(score - inf) is 0, never inf or NaN.
 
@@ -202,7 +204,8 @@ def exponent(lse: Tensor) -> Tensor:
     if result.numel():
         block = 16 if INTERPRETED else 1024
         sb, sh = strides(lse, (0, 1))
-        exponent_kernel[(triton.cdiv(num_q, block), batch * num_heads)](lse, result, num_q, num_heads, sb, sh, BLOCK=block)
+        launch(exponent_kernel, (triton.cdiv(num_q, block), batch * num_heads), dict(
+            lse=lse, lse_log2=result, num_q=num_q, num_heads=num_heads, lse_sb=sb, lse_sh=sh, BLOCK=block), {})
     return result
 
 
@@ -231,9 +234,6 @@ def backward_launch(
     mode = "separate" if dq is None else tile.dq
     if mode == "tma" and not (tma and describable(dq)):
         mode = "atomic"
-    names = ("q", "k", "v", "dout", "dq", "dk", "dv")
-    steps = {f"{name}_s{dim}": step for name, x in zip(names, (q, k, v, dout, dq, dk, dv))
-             for dim, step in zip("bsh", strides(x))}
     arguments = dict(
         q=describe(q, tile.block_m, width) if tma else q,
         k=describe(k, tile.block_n, width) if tma else k,
@@ -242,7 +242,8 @@ def backward_launch(
         q_lo=q_lo, q_hi=q_hi, lse_log2=lse_log2, delta=delta,
         dq=describe(dq, tile.block_m, width) if mode == "tma" else dq,
         dk=dk, dv=dv, softmax_scale=float(softmax_scale), softcap=float(softcap) if softcap else None,
-        tanh_scale=scale_in_tanh(softmax_scale, softcap), **steps,
+        tanh_scale=scale_in_tanh(softmax_scale, softcap),
+        **named_strides(q=q, k=k, v=v, dout=dout, dq=dq, dk=dk, dv=dv),
         num_q=num_q, num_k=num_k, num_heads=num_heads, group=num_heads // num_kv_heads, num_kv_total=batch * num_kv_heads,
         section=section_heads(k, v, batch * num_kv_heads, tile.section_bytes),
         HEAD_DIM=head_dim, D_PAD=width, HEAD_DIM_V=head_dim_v, DV_PAD=width_v, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,

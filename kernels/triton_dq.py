@@ -7,11 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launching import launch
 from .triton_support import (
-    INTERPRETED, LOG2_E, describable, describe, dot, dot_add, load_rows, rounded, scale_in_tanh, section_heads, section_of,
+    INTERPRETED, LOG2_E, describe, dot, dot_add, load_rows, named_strides, rounded, scale_in_tanh, section_heads, section_of,
     strides, tanh_and_slope, tile_pointers,
 )
 from .triton_tiles import Tile, padded_head_dim
+from .visits import describable
 
 
 @triton.jit
@@ -143,15 +145,14 @@ def dq_launch(
     num_k, num_kv_heads, head_dim_v = v.shape[1:]
     width, width_v = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
     tma = tile.tma and all(describable(x) for x in (q, k, v, dout))
-    names = ("q", "k", "v", "dout", "dq")
-    steps = {f"{name}_s{dim}": step for name, x in zip(names, (q, k, v, dout, dq)) for dim, step in zip("bsh", strides(x))}
     arguments = dict(
         q=describe(q, tile.block_m, width) if tma else q,
         k=describe(k, tile.block_n, width) if tma else k,
         v=describe(v, tile.block_n, width_v) if tma else v,
         dout=describe(dout, tile.block_m, width_v) if tma else dout,
         k_lo=k_lo, k_hi=k_hi, lse_log2=lse_log2, delta=delta, dq=dq, softmax_scale=float(softmax_scale),
-        softcap=float(softcap) if softcap else None, tanh_scale=scale_in_tanh(softmax_scale, softcap), **steps,
+        softcap=float(softcap) if softcap else None, tanh_scale=scale_in_tanh(softmax_scale, softcap),
+        **named_strides(q=q, k=k, v=v, dout=dout, dq=dq),
         num_q=num_q, num_k=num_k, num_heads=num_heads, group=num_heads // num_kv_heads, num_kv_total=batch * num_kv_heads,
         section=section_heads(k, v, batch * num_kv_heads, tile.section_bytes),
         HEAD_DIM=head_dim, D_PAD=width, HEAD_DIM_V=head_dim_v, DV_PAD=width_v, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
@@ -202,10 +203,11 @@ def delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
     if result.numel() == 0:
         return result
     rows = 16 if INTERPRETED else 32
-    sb, ss, sh, sd = strides(dout, (0, 1, 2, 3))
-    ob, os_, oh, od = strides(out, (0, 1, 2, 3))
-    lb, lh, ls = strides(dlse, (0, 1, 2))
-    delta_kernel[(triton.cdiv(num_q, rows) * num_heads, batch)](
-        dout, out, dlse, result, sb, ss, sh, sd, ob, os_, oh, od, lb, lh, ls, num_q, num_heads,
-        HEAD_DIM_V=head_dim_v, DV_PAD=padded_head_dim(head_dim_v), ROWS=rows)
+    dout_sb, dout_ss, dout_sh, dout_sd = strides(dout, (0, 1, 2, 3))
+    out_sb, out_ss, out_sh, out_sd = strides(out, (0, 1, 2, 3))
+    dlse_sb, dlse_sh, dlse_ss = strides(dlse)
+    launch(delta_kernel, (triton.cdiv(num_q, rows) * num_heads, batch), dict(
+        dout=dout, out=out, dlse=dlse, delta=result, dout_sb=dout_sb, dout_ss=dout_ss, dout_sh=dout_sh, dout_sd=dout_sd,
+        out_sb=out_sb, out_ss=out_ss, out_sh=out_sh, out_sd=out_sd, dlse_sb=dlse_sb, dlse_sh=dlse_sh, dlse_ss=dlse_ss,
+        num_q=num_q, num_heads=num_heads, HEAD_DIM_V=head_dim_v, DV_PAD=padded_head_dim(head_dim_v), ROWS=rows), {})
     return result

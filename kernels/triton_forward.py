@@ -11,11 +11,13 @@ import triton.language as tl
 from torch import Tensor
 
 from .intervals import Intervals
+from .launching import launch
 from .triton_support import (
-    INTERPRETED, LOG2_E, describable, describe, dot, dot_add, load_rows, require_rows_last, rounded, rows_last, scale_in_tanh,
+    INTERPRETED, LOG2_E, describe, dot, dot_add, load_rows, named_strides, rounded, rows_last, scale_in_tanh,
     section_heads, section_of, strides, tanh, tile_pointers,
 )
 from .triton_tiles import Tile, padded_head_dim
+from .visits import check_forward, describable, with_positive_scale, write_nothing_seen
 
 
 @triton.jit
@@ -176,8 +178,6 @@ def forward_launch(
     section = section_heads(k, v, batch * num_kv_heads, tile.section_bytes)
     if first and out is not None:
         state = None  # neither read nor written
-    steps = {f"{name}_s{dim}": step for name, x in (("q", q), ("k", k), ("v", v), ("state", state), ("out", out))
-             for dim, step in zip("bsh", strides(x))}
     lse_sb, lse_sh = strides(lse, (0, 1))
     arguments = dict(
         q=describe(q, tile.block_m, width) if tma else q,
@@ -185,7 +185,7 @@ def forward_launch(
         v=describe(v, tile.block_n, width_v) if tma else v,
         k_lo=k_lo, k_hi=k_hi, state=state, lse=lse, out=out, softmax_scale=float(softcap or softmax_scale),
         tanh_scale=scale_in_tanh(softmax_scale, softcap),
-        **steps, lse_sb=lse_sb, lse_sh=lse_sh, num_q=num_q, num_k=num_k, num_heads=num_heads, group=group,
+        **named_strides(q=q, k=k, v=v, state=state, out=out), lse_sb=lse_sb, lse_sh=lse_sh, num_q=num_q, num_k=num_k, num_heads=num_heads, group=group,
         num_kv_total=batch * num_kv_heads, section=section,
         HEAD_DIM=head_dim, D_PAD=width, HEAD_DIM_V=head_dim_v, DV_PAD=width_v, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         FIRST=first, WRITE_STATE=out is None, WRITE_OUT=out is not None, TMA=tma, UPCAST=INTERPRETED,
@@ -199,32 +199,14 @@ def forward(
     softmax_scale: float, softcap: float, state: Tensor | None, lse: Tensor, out: Tensor | None, first: bool, tile: Tile,
 ) -> None:
     """`triton_backend.forward` with its tile."""
-    require_rows_last("lse", lse)
-    for name, x in (("state", state), ("out", out)):
-        if x is not None:
-            require_rows_last(name, x)
-    if state is None and (out is None or not first):
-        raise ValueError("forward: state may be None only when this visit is both the first and the last")
+    check_forward(state, lse, out, first)
     if 0 in lse.shape:
         return
     if k.shape[1] == 0 or intervals.is_empty:
-        _nothing_to_see(state, lse, out, first)
+        write_nothing_seen(state, lse, out, first)
         return
-    # The kernel keeps the maximum of the raw scores, which needs a positive scale.
-    if softmax_scale < 0:
-        q, softmax_scale = -q, -softmax_scale
-    elif softmax_scale == 0:
-        q, softmax_scale = torch.zeros_like(q), 1.0
+    q, softmax_scale = with_positive_scale(q, softmax_scale)
     grid, arguments, options = forward_launch(
         rows_last(q), rows_last(k), rows_last(v), intervals.k_lo, intervals.k_hi, state, lse, out, softmax_scale, softcap,
         first, tile)
-    forward_kernel[grid](**arguments, **options)
-
-
-def _nothing_to_see(state: Tensor | None, lse: Tensor, out: Tensor | None, first: bool) -> None:
-    if first:
-        lse.fill_(-float("inf"))
-        written = state if out is None else out
-        written.zero_()
-    elif out is not None:
-        out.copy_(state)
+    launch(forward_kernel, grid, arguments, options)

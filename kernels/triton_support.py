@@ -1,7 +1,9 @@
 """Shared by the triton kernels: loading and storing tiles, dots, and what the host prepares for a launch."""
 from __future__ import annotations
 
+from functools import lru_cache
 from importlib.metadata import version
+from itertools import chain
 
 import torch
 import triton
@@ -9,10 +11,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .launching import Form
+from .visits import ALIGNMENT_BYTES
+
 INTERPRETED: bool = triton.knobs.runtime.interpret  # read here, when the kernels are decorated, and never again
 LOG2_E = tl.constexpr(1.4426950408889634)
 MINUS_2_LOG2_E = tl.constexpr(-2 * 1.4426950408889634)
-ALIGNMENT_BYTES = 16  # of a tensor descriptor's base and strides
 
 
 def interpreter_problem() -> str | None:
@@ -157,36 +161,36 @@ def rows_last(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def require_rows_last(name: str, x: Tensor) -> None:
-    """Raises ValueError for an output whose last stride is not 1 (it is written in place: no copy can stand in)."""
-    if x.stride(-1) != 1 and x.shape[-1] != 1:
-        raise ValueError(f"{name}: strides {x.stride()}, the last one must be 1")
-
-
 def strides(x: Tensor | None, names: tuple[int, ...] = (0, 1, 2)) -> tuple[int, ...]:
     """The named strides in elements; 0 for a dim of size 1 (whose stride means nothing and would only cost a recompile)."""
     if x is None:
         return (0,) * len(names)
-    return tuple(0 if x.shape[i] == 1 else x.stride(i) for i in names)
-
-
-def describable(x: Tensor) -> bool:
-    """Whether a tensor descriptor may describe x [B, S, H, D]: rules of the hardware's tensor maps."""
-    size = x.element_size()
-    if 0 in x.shape or x.stride(3) != 1 or x.data_ptr() % ALIGNMENT_BYTES:
-        return False
-    # expanded dims (stride 0) go the pointer way: tensor maps want rising addresses
-    return all(n == 1 or (0 < s and s * size % ALIGNMENT_BYTES == 0 and s * size < 1 << 40)
-               for n, s in zip(x.shape[:3], x.stride()[:3]))
+    shape, steps = x.shape, x.stride()
+    return tuple([0 if shape[i] == 1 else steps[i] for i in names])
 
 
 def describe(x: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """Descriptor of x [B, S, H, D] as [B, H, S, D] with blocks [1, 1, rows, width]; ends at the last real row and column,
-    past which loads give 0 and stores do nothing."""
+    """Descriptor of x [B, S, H, D], `describable`, as [B, H, S, D] with blocks [1, 1, rows, width]; ends at the last real row and
+    column, past which loads give 0 and stores do nothing."""
     b, s, h, d = x.shape
     # the stride of a dim of size 1 is never used but must be legal
-    step_b, step_s, step_h = (x.stride(i) if x.shape[i] > 1 else ALIGNMENT_BYTES for i in range(3))
-    return TensorDescriptor(x, [b, h, s, d], [step_b, step_h, step_s, 1], [1, 1, rows, width])
+    step_b, step_s, step_h = (step if n > 1 else ALIGNMENT_BYTES for n, step in zip((b, s, h), x.stride()))
+    return _form(x.dtype, rows, width).describe(x, [b, h, s, d], [step_b, step_h, step_s, 1])
+
+
+@lru_cache(maxsize=None)
+def _form(dtype: torch.dtype, rows: int, width: int) -> Form:
+    return Form(lambda x, shape, strides: TensorDescriptor(x, shape, strides, [1, 1, rows, width]))
+
+
+def named_strides(**tensors: Tensor | None) -> dict[str, int]:
+    """The first three strides (see `strides`) of each, as arguments of a kernel: q_sb, q_ss, q_sh, ..."""
+    return dict(zip(_stride_names(tuple(tensors)), chain.from_iterable(map(strides, tensors.values()))))
+
+
+@lru_cache(maxsize=None)
+def _stride_names(names: tuple[str, ...]) -> list[str]:
+    return [f"{name}_s{dim}" for name in names for dim in "bsh"]
 
 
 def scale_in_tanh(softmax_scale: float, softcap: float) -> float | None:

@@ -17,7 +17,7 @@ if hopper.missing_software():
 
 import triton  # noqa: E402
 
-from ringflash.kernels import hopper_forward  # noqa: E402
+from ringflash.kernels import hopper_forward, visits  # noqa: E402
 from ringflash.kernels.intervals import Intervals  # noqa: E402
 from ringflash.tests.support.gluon_compile import build, sass  # noqa: E402
 
@@ -101,11 +101,11 @@ def test_a_tile_order_is_heaviest_first_and_kept_with_the_intervals():
 def test_operands_are_copied_only_where_the_copy_engine_cannot_address_them():
     x = torch.zeros(2, 40, 3, 64, dtype=BF16)
     for view in (x, x[:, 3:], x[..., 1:, :], x[:1], x.transpose(0, 1)):
-        assert hopper_forward.loadable(view) is view
+        assert visits.loadable(view) is view
     odd = torch.zeros(x.numel() + 1, dtype=BF16)[1:].view(x.shape)
     for view in (odd, x[..., :1].expand(-1, -1, -1, 64), x[:1].expand(2, -1, -1, -1), x.transpose(2, 3)[..., :2, :],
                  torch.zeros(2, 40, 3, 65, dtype=BF16)[..., :-1]):
-        copy = hopper_forward.loadable(view)
+        copy = visits.loadable(view)
         assert copy is not view and copy.is_contiguous() and copy.data_ptr() % 16 == 0 and torch.equal(copy, view)
 
 
