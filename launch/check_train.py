@@ -25,7 +25,8 @@ def small_configs(cache_dir: str) -> dict[str, Config]:
     mixed = dataclasses.replace(
         plain, model=dataclasses.replace(plain.model, sinks=True),
         attention=AttentionConfig(layout="balanced", layers=["window", "global"], window_size=[63, 0]))
-    return {"a small model": plain, "one of window and global layers with sinks": mixed}
+    sharded = dataclasses.replace(plain, model=dataclasses.replace(plain.model, tie_embeddings=True), parallel=ParallelConfig(shard=-1))
+    return {"a small model": plain, "one of window and global layers with sinks": mixed, "one of sharded and tied weights": sharded}
 
 
 def run_config(folder: str | Path) -> tuple[Config, Mapping[str, torch.Tensor] | None]:
@@ -62,7 +63,8 @@ def check_train(*, num_processes: int, device_type: str, run: str | None, timeou
         else:
             configs = small_configs(cache_dir)
         for name, cfg in configs.items():
-            parallel = ParallelConfig(dp=1, cp=num_processes, timeout_s=cfg.parallel.timeout_s)
+            shard = 1 if cfg.parallel.shard == 1 else -1
+            parallel = ParallelConfig(dp=1, cp=num_processes, shard=shard, timeout_s=cfg.parallel.timeout_s)
             configs[name] = cfg = dataclasses.replace(cfg, parallel=parallel)
             if cfg.run.device != "auto":
                 device_type = cfg.run.device

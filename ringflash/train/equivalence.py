@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ringflash.config import Config, OptimConfig, parallel_degrees
 from ringflash.degrees import shard_size
-from ringflash.train.sharded import load_weights, whole
+from ringflash.train.sharded import load_full_state_dict, whole
 from ringflash.train.text import Data
 from ringflash.train.trainer import Trainer, activation_dtype
 from ringflash.train.world import World, connect, single
@@ -126,7 +126,7 @@ def _figures(got: Tensor, one_rank: Tensor, want: Tensor, world: World) -> Tenso
 def _step(trainer: Trainer, weights: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     """Everything that one step yields, by name, in fp64."""
     if weights is not None:
-        load_weights(trainer.model, weights)
+        load_full_state_dict(trainer.model, weights)
     result = trainer.train_step(0)
     found = {name: torch.tensor(value, dtype=torch.float64)
              for name, value in (("loss", result.loss), ("gradient norm", result.grad_norm))}

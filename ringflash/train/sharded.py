@@ -86,7 +86,7 @@ def write_shard(parameter: Tensor, value: Tensor) -> None:
         parameter.to_local().copy_(chunks[rank])
 
 
-def load_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
+def load_full_state_dict(model: nn.Module, weights: dict[str, Tensor]) -> None:
     """Weights as full_state_dict has them into a model, sharded or not. Raises RuntimeError for names or shapes of another model."""
     found = dict(model.named_parameters(remove_duplicate=False))
     wrong = sorted(found.keys() ^ weights.keys()) or [name for name in found if found[name].shape != weights[name].shape]

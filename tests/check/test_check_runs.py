@@ -188,12 +188,13 @@ def test_a_rank_that_dies_without_a_word_is_named():
         check_spawn.run_ranks(_rank_that_dies, 2, device_type="cpu", timeout_s=100)
 
 
-def test_training_equivalence_of_two_ranks_prints_every_kind_of_parameter_also_of_mixed_layers_with_sinks(capsys, tmp_path):
+def test_training_equivalence_of_two_ranks_prints_every_kind_of_parameter_also_of_mixed_and_sharded_ones(capsys, tmp_path):
     assert check.main(["--train", "--processes", "2", "--device", "cpu", "--json", str(tmp_path / "t.json")]) == 0
     out = capsys.readouterr().out
     assert "gradient norm" in out and "attention.wq" in out and "quantities within budget" in out
-    plain, mixed = json.loads((tmp_path / "t.json").read_text())["train"]
-    assert plain["cp"] == mixed["cp"] == 2 and plain["ok"] and mixed["ok"] and "global" in mixed["model"]
+    plain, mixed, sharded = json.loads((tmp_path / "t.json").read_text())["train"]
+    assert all(model["cp"] == 2 and model["ok"] for model in (plain, mixed, sharded))
+    assert "global" in mixed["model"] and "sharded" in sharded["model"]
     names = {row["name"] for row in mixed["rows"]} - {row["name"] for row in plain["rows"]}
     assert names == {f"{what} layers.{layer}.attention.sinks" for what in ("gradient of", "weight") for layer in (0, 1)}
 

@@ -14,7 +14,7 @@ from ringflash.config import OptimConfig
 from ringflash.degrees import shard_size
 from ringflash.model.transformer import RMSNorm
 from ringflash.train import equivalence
-from ringflash.train.sharded import full_state_dict, load_weights, reshard, whole
+from ringflash.train.sharded import full_state_dict, load_full_state_dict, reshard, whole
 from ringflash.train.trainer import Trainer
 from ringflash.train.world import World, connect, single
 
@@ -129,10 +129,10 @@ def body(rank: int) -> dict:
     found["after evaluation"] = all(type(p) is type(q) for p, q in zip(made.model.parameters(), made.parameters))
     found["decayed"] = [sorted({p.ndim for p in group["params"]}) for group in made.optimizer.param_groups]
     twice = {name: weight * 2 for name, weight in one_rank(4, "untied").items() if name.startswith("weight ")}
-    load_weights(made.model, {name.removeprefix("weight "): weight.float() for name, weight in twice.items()})
+    load_full_state_dict(made.model, {name.removeprefix("weight "): weight.float() for name, weight in twice.items()})
     found["loaded"] = {f"weight {n}": whole(p.detach()) for n, p in made.model.named_parameters()}
     try:
-        load_weights(made.model, {"head.weight": torch.zeros(1)})
+        load_full_state_dict(made.model, {"head.weight": torch.zeros(1)})
     except RuntimeError as error:
         found["other model"] = str(error)
 
