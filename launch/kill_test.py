@@ -20,6 +20,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,6 +58,11 @@ class Moment:
     def draw(rng: random.Random) -> Moment:
         return Moment(rng.choice([(0,), (1,), (0, 1)]), rng.randrange(0, 2 * EVERY), rng.uniform(0.0, 0.05), rng.random() < 0.5,
                       rng.random() < 0.5)
+
+
+def drawn(rng: random.Random) -> Iterator[Moment]:
+    while True:
+        yield Moment.draw(rng)
 
 
 class Failed(Exception):
@@ -135,6 +141,8 @@ class Attempt:
             if rank.is_alive():
                 rank.kill()
                 rank.join()
+        if any(rank.exitcode == 0 for rank in self.ranks) and not (self.run / "summary.json").exists():
+            raise Failed(f"{self.run}: a rank without its peer ended as if all were well")
 
     def finish(self) -> None:
         for rank in self.ranks:
@@ -190,7 +198,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
     base, began = Path(tempfile.mkdtemp(prefix="ringflash-kills-")), time.monotonic()
     try:
-        cut_short, num_runs, most = kills(base, options.moments, random.Random(options.seed))
+        cut_short, num_runs, most = kills(base, options.moments, drawn(random.Random(options.seed)))
     except Failed as error:
         print(f"WRONG: {error}\nwhat the runs left is in {base}", flush=True)
         return 1
@@ -201,13 +209,14 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def kills(base: Path, num_moments: int, rng: random.Random) -> tuple[int, int, int]:
-    """(kills inside the writing of a checkpoint, runs, most steps lost by one kill). Failed for anything wrong."""
+def kills(base: Path, num_moments: int, moments: Iterator[Moment]) -> tuple[int, int, int]:
+    """(kills inside the writing of a checkpoint, runs, most steps lost by one kill). Failed for anything wrong. moments: without end,
+    since a run may be over before one comes."""
     Attempt(base / "plain", 0, False).finish()
     expected = result(base / "plain" / "run")
     num_runs, number, done, cut_short, most = 1, 0, 0, 0, 0
     while done < num_moments:
-        moment, folder = Moment.draw(rng), base / f"run{num_runs}"
+        moment, folder = next(moments), base / f"run{num_runs}"
         attempt = Attempt(folder, number, moment.asynchronous)
         number += 1
         if not attempt.await_moment(moment):

@@ -6,7 +6,6 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from checkpoint_runs import go, kept, whole
 from test_checkpoint_launch import running, steps_of
-from test_train_launch import MINI, ROOT, a_long_run, descendants, environment, launch, own_launcher
+from test_train_launch import MINI, a_long_run, descendants, launch, own_launcher
 
 from ringflash.launch.train import check_overrides
 from ringflash.launch.train_agent import Quiet, never_again_after_words, spoken_of
@@ -185,9 +184,3 @@ def test_a_run_folder_that_cannot_be_described_is_refused(tmp_path):
     with pytest.raises(ResumeError, match="the run folder cannot be written: .*No space left"):
         train(cfg, single(), text(cfg), tmp_path, accepted=fail)
     assert not list(tmp_path.iterdir()) and stop_mark(tmp_path) is None
-
-
-def test_the_kill_test_passes_with_two_moments():
-    done = subprocess.run([sys.executable, str(ROOT / "launch" / "kill_test.py"), "--moments", "2", "--seed", "3"], env=environment(),
-                          capture_output=True, text=True, timeout=100.0)
-    assert done.returncode == 0 and "2 kills, " in done.stdout and "an uninterrupted one" in done.stdout, done.stdout + done.stderr
