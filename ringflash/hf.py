@@ -33,13 +33,17 @@ def enable(model: Any, group: Any = None, *, kernel: str = "auto", exchange: str
 
     Called afterwards without what `inputs` gives, the model raises ValueError, as it does for padding, masks that are no Mask, caches,
     attention weights. Raises ValueError, naming layer or option, for attention dropout, layers of other kinds, RoPE that follows the
-    local length.
+    local length; RuntimeError without transformers.
     """
-    from ringflash.hf_attention import attach
-
     ranks_of(group)  # an error of the user's here and not in the first layer
     check_rotate(rotate)
     check_routing(routing)
+    try:
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise RuntimeError(f"ringflash.hf needs the transformers package ({error}): pip install 'ringflash[hf]'") from error
+    from ringflash.hf_attention import attach
+
     attach(model, functools.partial(ring_attention, group=group, kernel=kernel, exchange=exchange, rotate=rotate, routing=routing,
                                     deterministic=deterministic), untested=untested)
     return model

@@ -192,6 +192,8 @@ def _parts(function: Callable) -> list[tuple[str, Any]]:
         return [part for each in held["mask_functions"] for part in _parts(each)]
     if kind == "remap_positions_for_packed_sequence":
         return _parts(held["mask_function"])
+    if kind == "bidirectional_mask_function":
+        return []
     if kind == "packed_sequence_mask_function":
         # Guessed from jumps of the local positions, which a shard has in the middle of a document.
         return []
