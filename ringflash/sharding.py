@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ringflash.agreement import REFUSALS, agree, check_ranks, gather_in_order, layout_fields, token_of
 from ringflash.arguments import check_layout_argument
-from ringflash.batch_rows import IGNORE, batch_hash, has_successor, num_labels, num_successors, rows_of
+from ringflash.batch_rows import IGNORE, batch_hash, has_successor, num_labels, num_successors, rows_of, sorted_union
 from ringflash.layout import LAYOUTS, Layout, as_masks, check_made_as
 from ringflash.mask import Mask
 from ringflash.mesh import Ranks, ranks_of
@@ -206,7 +206,7 @@ def _read(batch: Mapping[str, Any], layout: Layout | str, ranks: Ranks | None, r
     has_next = has_successor(own, seq_len, boundaries)
     # One read for tokens and their successors: a sorted union touches every row once.
     source = batch.get("labels")
-    wanted = own if source is not None else np.union1d(own, own[has_next] + 1)
+    wanted = own if source is not None else sorted_union(own, own[has_next] + 1)
     read = rows_of(tokens, wanted)
     labels = np.full((batch_size, own.shape[0]), IGNORE, dtype=np.int64)
     if source is None:
