@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ringflash.train.world import World
@@ -40,11 +40,9 @@ def gradient_norm(parameters: Iterable[nn.Parameter], world: World | None = None
     shards are added over all ranks of world first."""
     own, shards = [], []
     for parameter in parameters:
-        grad = parameter.grad
-        is_shard = isinstance(grad, DTensor)
-        # fp64 in the reduction alone, not as a copy of the gradient.
-        norm = torch.linalg.vector_norm(grad.to_local() if is_shard else grad, dtype=torch.float64)
-        (shards if is_shard else own).append(norm.square())
+        squares_of = shards if isinstance(parameter.grad, DTensor) else own
+        # Piece by piece: there is never an fp64 copy of a whole gradient.
+        squares_of += [piece.double().square().sum() for piece in _local(parameter.grad).flatten().split(BUCKET_ELEMENTS)]
     squares = float(torch.stack(own).sum()) if own else 0.0
     if shards:
         # Of equal copies the first speaks for all, and all hear the same number.
@@ -58,7 +56,11 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, max_norm: fl
     if max_norm > 0 and norm > max_norm:
         factor = max_norm / norm
         for parameter in parameters:
-            (parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad).mul_(factor)
+            _local(parameter.grad).mul_(factor)
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
