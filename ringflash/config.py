@@ -51,7 +51,7 @@ class ModelConfig:
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     qk_norm: bool = False  # q and k of every head through an RMSNorm of their own, before they are turned
     z_loss: float = 0.0  # in training the loss has z_loss * logsumexp(logits) ** 2 per token added; 0: off
-    hf: str | None = None  # a model of transformers: a folder with config.json, that file, or a name on the Hub; it gives all sizes
+    hf: str | None = None  # a model of transformers, whose sizes rule: a folder with config.json, that file, or a name on the Hub
     weights: str | None = None  # a folder with the first weights: weights.pt, or of Hugging Face safetensors; None: drawn
 
 
@@ -149,8 +149,8 @@ def validate(cfg: Config, world_size: int) -> tuple[int, int]:
     problems = [problem] if problem else (ulysses_problems(cfg.parallel, degrees[1], cfg.model.num_heads)
                                           + shard_problems(cfg.parallel, degrees[0] * degrees[1], cfg.train.accumulation))
     if cfg.model.hf is not None and not problem and cfg.data.seq_len < degrees[1]:
-        problems.append(f"data.seq_len={cfg.data.seq_len}: each of {degrees[1]} cp ranks needs a token, modules of transformers (model.hf) "
-                        f"take no empty rows; nearest: {degrees[1]}")
+        problems.append(f"data.seq_len={cfg.data.seq_len}: each of {degrees[1]} cp ranks needs a token, modules of transformers "
+                        f"(model.hf) take none without; nearest: {degrees[1]}")
     for rules in (_model, _data, _attention, _optim, _train, _run):
         problems += rules(cfg)
     problems += checkpoint_problems(cfg.checkpoint) + memory_problems(cfg) + eval_problems(cfg)

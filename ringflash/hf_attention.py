@@ -1,7 +1,7 @@
-"""Attention of a transformers model through the registry that transformers has for it: names `ring_attn`, a mask of ours per layer.
+"""Attention of a transformers model, through the registry that transformers has for it.
 
-transformers asks the registered mask function what the layers of a kind see, and hands its answer to them. Ours answers with a Mask,
-never with a tensor of rows x keys: what a layer gets is what the model asked for, and whatever is no mask of ours is refused there.
+transformers asks the registered mask function what the layers of a kind see, and hands the answer to them. Ours answers with a
+Mask, never with a tensor of rows x keys: what a layer gets is what the model asked for, and all that is no Mask is refused.
 """
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from ringflash.mask import Mask
 
 NAME = "ring_attn"  # transformers takes any name with "flash" in it for FlashAttention
 _SLOT = "ringflash_attention"
+_BOTH = "attention in both directions is not what a decoder trains with"
 # What a model gives its layers beside q, k and v and is no matter of attention.
-_HARMLESS = {"position_ids", "position_embeddings", "use_cache", "cache", "past_key_values", "cache_position", "output_hidden_states",
-             "output_router_logits", "return_dict", "logits_to_keep", "shift_labels", "num_items_in_batch"}
+_HARMLESS = {"position_ids", "position_embeddings", "use_cache", "cache", "past_key_values", "cache_position",
+             "output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep", "shift_labels",
+             "num_items_in_batch"}
 _DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
@@ -37,15 +39,15 @@ class _Slot:
 
 
 def attach(model: nn.Module, attention: Callable[..., Tensor], *, untested: bool = False) -> None:
-    """From now on the layers of `model` (a decoder of transformers) call attention(q, k, v, *, mask, layout, softmax_scale[, softcap,
-    sinks]), q [B, S_local, Hq, D]. Its configuration becomes its own: one that other models share stays as it is.
+    """From now on the layers of `model` (a decoder of transformers) call attention(q, k, v, *, mask, layout, softmax_scale[,
+    softcap, sinks]), q [B, S_local, Hq, D]. Its configuration becomes its own: one that other models share stays as it is.
 
     Raises ValueError naming layer or option for what cannot be computed so.
     """
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"model: must be a model of transformers, got {type(model).__name__}; wrap it (DDP, FSDP, PEFT) afterwards")
+        raise ValueError(f"model: must be a model of transformers, got {type(model).__name__}; DDP, FSDP, PEFT wrap it later")
     check_config(model.config, untested=untested)
     masks, slots = layer_masks(model.config), []
     for index, block in enumerate(decoder_layers(model)):
@@ -55,7 +57,7 @@ def attach(model: nn.Module, attention: Callable[..., Tensor], *, untested: bool
             raise ValueError(f"layers.{index} ({type(block).__name__}): has {len(found)} attention modules, must have one")
         (name, module), = found
         if not module.is_causal:
-            raise ValueError(f"layers.{index}.{name}: is_causal=False: attention in both directions is not what a decoder trains with")
+            raise ValueError(f"layers.{index}.{name}: is_causal=False: {_BOTH}")
         slots.append((module, _Slot(f"layers.{index}.{name}", masks[index], attention)))
     if not type(model)._can_set_attn_implementation():
         raise ValueError(f"{type(model).__name__}: does not take its attention from transformers' registry")
@@ -93,8 +95,8 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 def check_rows(layout: Any) -> None:
     """ValueError, the same on every rank, where some rank of the layout has no rows."""
     if any(layout.shard_len(rank) == 0 for rank in range(layout.num_ranks)):
-        raise ValueError(f"seq_len={layout.seq_len} over {layout.num_ranks} ranks: some rank has no rows, and modules of transformers "
-                         f"need one at least; nearest: {layout.num_ranks} tokens")
+        raise ValueError(f"seq_len={layout.seq_len} over {layout.num_ranks} ranks: some rank has no rows, and modules of "
+                         f"transformers need one at least; nearest: {layout.num_ranks} tokens")
 
 
 def register() -> None:
@@ -108,11 +110,12 @@ def register() -> None:
 def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *, scaling: float | None = None,
                dropout: float = 0.0, sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
                layout: Any = None, is_causal: bool | None = None, **others: Any) -> tuple[Tensor, None]:
-    """transformers' call of a layer: query [B, Hq, S_local, D], key, value [B, Hkv, S_local, D] -> (out [B, S_local, Hq, D], None)."""
+    """transformers' call of a layer: query [B, Hq, S_local, D], key, value [B, Hkv, S_local, D] -> (out [B, S_local, Hq, D],
+    None)."""
     slot = getattr(module, _SLOT, None)
     if slot is None:
-        raise RuntimeError(f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}: attn_implementation={NAME} without "
-                           "ringflash.hf.enable(model, ...)")
+        raise RuntimeError(f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}: attn_implementation={NAME} "
+                           "without ringflash.hf.enable(model, ...)")
     _refuse_options(slot.name, module, dropout, is_causal, others)
     mask = _mask_of_layer(slot, attention_mask, sliding_window, layout)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -128,9 +131,9 @@ def _refuse_options(name: str, module: nn.Module, dropout: float, is_causal: boo
     if dropout:
         raise ValueError(f"{name}: dropout={dropout}: attention over a ring has none; nearest: 0.0")
     if is_causal is False or not module.is_causal:
-        raise ValueError(f"{name}: is_causal=False: attention in both directions is not what a decoder trains with")
+        raise ValueError(f"{name}: is_causal=False: {_BOTH}")
     if others.get("use_cache"):
-        raise ValueError(f"{name}: use_cache=True: a rank holds its own rows only, there is no cache of the others; nearest: False")
+        raise ValueError(f"{name}: use_cache=True: a rank holds its own rows only, not those of the others; nearest: False")
     if others.get("output_attentions") or getattr(module.config, "output_attentions", False):
         raise ValueError(f"{name}: output_attentions=True: the weights (rows x keys) are never made; nearest: False")
     for key in _DOCUMENTS:
@@ -152,7 +155,7 @@ def _mask_of_layer(slot: _Slot, given: Any, sliding_window: int | None, layout: 
     if sliding_window is not None and given.window_size[0] != sliding_window - 1:
         raise ValueError(f"{slot.name}: sliding_window={sliding_window}, but the model asked for {given!r}")
     if layout is None:
-        raise ValueError(f"{slot.name}: no layout: call the model with layout=, that of shard_batch (ringflash.hf.inputs gives all)")
+        raise ValueError(f"{slot.name}: no layout: call the model with layout=, that of shard_batch (ringflash.hf.inputs)")
     documents = next((mask.cu_seqlens for mask in layout.masks if mask.cu_seqlens is not None), None)
     mask = given if documents is None else given.with_documents(documents)
     if mask not in layout.masks:
@@ -161,18 +164,18 @@ def _mask_of_layer(slot: _Slot, given: Any, sliding_window: int | None, layout: 
     return mask
 
 
-def _mask(*, mask_function: Callable, attention_mask: Tensor | None = None, q_length: int = 0, kv_length: int = 0, q_offset: Any = 0,
-          kv_offset: Any = 0, **_: Any) -> Mask:
+def _mask(*, mask_function: Callable, attention_mask: Tensor | None = None, q_length: int = 0, kv_length: int = 0,
+          q_offset: Any = 0, kv_offset: Any = 0, **_: Any) -> Mask:
     """What transformers asks for as a Mask, without documents: those come with the layout. ValueError for all else."""
     if attention_mask is not None and not bool(attention_mask.all()):
-        raise ValueError("attention_mask: padding is not taken; packed documents and trailing padding are said by batch['cu_seqlens'] of "
-                         "shard_batch")
+        raise ValueError("attention_mask: padding is not taken; packed documents and trailing padding are said by "
+                         "batch['cu_seqlens'] of shard_batch")
     if q_length != kv_length or int(q_offset) or int(kv_offset):
         raise ValueError(f"{q_length} queries at {int(q_offset)} over {kv_length} keys: a cache of keys and values is not taken; "
                          "nearest: use_cache=False")
     found = dict(_parts(mask_function))
     if "causal" not in found:
-        raise ValueError(f"mask {_kind(mask_function)}: attention in both directions is not what a decoder trains with")
+        raise ValueError(f"mask {_kind(mask_function)}: {_BOTH}")
     if found.get("window") is not None and found.get("chunk") is not None:
         raise ValueError("mask: both a window and chunks in one layer")
     window = (found["window"] - 1, 0) if "window" in found else (-1, -1)
@@ -203,5 +206,5 @@ def _parts(function: Callable) -> list[tuple[str, Any]]:
         return [("window", held["sliding_window"])]
     if kind == "chunked_overlay":
         return [("chunk", held["chunk_size"])]
-    raise ValueError(f"mask {getattr(function, '__qualname__', function)!s}: not known to attention over a ring; known are causal, "
-                     "sliding windows and chunks")
+    raise ValueError(f"mask {getattr(function, '__qualname__', function)!s}: not known to attention over a ring; known are "
+                     "causal, sliding windows and chunks")

@@ -8,11 +8,11 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from ringflash.config import MAX_HEAD_DIM, AttentionConfig, Config, ModelConfig, TrainConfig
+from ringflash.config import MAX_HEAD_DIM, Config, ModelConfig
 from ringflash.mask import Mask
 
-# Held against transformers' own attention (tests/model/test_hf_families.py). Of others nobody knows whether a token's row depends on
-# anything but its own position and what attention reads: convolutions, recurrences, or positions counted from the local rows.
+# Held against transformers' own attention (tests/model/test_hf_families.py). Of others nobody knows whether a token's row depends
+# on anything but its own position and what attention reads: convolutions, recurrences, positions counted from the local rows.
 KNOWN = ("arcee", "gemma2", "gemma3_text", "glm4", "gpt_oss", "granite", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2",
          "qwen3", "qwen3_moe", "smollm3", "starcoder2")
 # transformers' word for a layer -> the option of its configuration that holds the size, None: there is none.
@@ -25,9 +25,10 @@ _MUST_BE = {"attention_dropout": (None, 0, 0.0), "attn_pdrop": (None, 0, 0.0), "
             "is_encoder_decoder": (None, False), "output_attentions": (None, False), "output_router_logits": (None, False),
             "pretraining_tp": (None, 1)}
 
-# What a run with model.hf may say of its model; the rest is said by config.json.
+# What a run with model.hf may say of its model, and what is said by config.json alone, or is not to be had.
 _OURS = ("hf", "weights", "loss_chunk_rows", "z_loss")
-_THEIRS = {"attention": ("window_size", "first_tokens", "chunk_size", "layers", "deterministic"),
+_THEIRS = {"model": tuple(f.name for f in dataclasses.fields(ModelConfig) if f.name not in _OURS),
+           "attention": ("window_size", "first_tokens", "chunk_size", "layers", "deterministic"),
            "train": ("tile_rows", "residual_dtype")}
 # Changes to the logits, which the loss of the training loop (a plain output matrix) does not make.
 _PLAIN_LOGITS = {"final_logit_softcapping": (None, 0.0), "logits_scaling": (None, 1, 1.0), "logit_scale": (None, 1, 1.0)}
@@ -38,13 +39,13 @@ def resolved(cfg: Config) -> Config:
 
     Raises ValueError naming the key of ours that is set beside model.hf, or theirs that the training loop cannot do.
     """
-    for group, plain, keys in (("model", ModelConfig(), [f.name for f in dataclasses.fields(ModelConfig) if f.name not in _OURS]),
-                               ("attention", AttentionConfig(), _THEIRS["attention"]), ("train", TrainConfig(), _THEIRS["train"])):
+    plain = Config()
+    for group, keys in _THEIRS.items():
         for key in keys:
-            value = getattr(getattr(cfg, group), key)
-            if value != getattr(plain, key):
-                raise ValueError(f"{group}.{key}={value}: a model of transformers (model.hf={cfg.model.hf}) has its own, or none; "
-                                 f"nearest: {getattr(plain, key)}")
+            value, default = (getattr(getattr(each, group), key) for each in (cfg, plain))
+            if value != default:
+                raise ValueError(f"{group}.{key}={value}: a model of transformers (model.hf={cfg.model.hf}) has its own, or "
+                                 f"none; nearest: {default}")
     if cfg.train.activations not in ("none", "block"):
         raise ValueError(f"train.activations={cfg.train.activations}: valid with model.hf={cfg.model.hf}: none, block")
     config = read_config(cfg.model.hf)
@@ -53,8 +54,8 @@ def resolved(cfg: Config) -> Config:
         masks = layer_masks(config)
         for key, valid in _PLAIN_LOGITS.items():
             if getattr(config, key, None) not in valid:
-                raise ValueError(f"config.{key}={getattr(config, key)}: the loss of the training loop has none; nearest: {valid[-1]}, "
-                                 "or a loop of your own with ringflash.hf.enable")
+                raise ValueError(f"config.{key}={getattr(config, key)}: the loss of the training loop has none; nearest: "
+                                 f"{valid[-1]}, or a loop of your own with ringflash.hf.enable")
     except ValueError as error:
         raise ValueError(f"model.hf={cfg.model.hf}: {error}") from error
     heads = config.num_attention_heads
@@ -72,8 +73,8 @@ def resolved(cfg: Config) -> Config:
 
 
 def check_config(config: Any, *, untested: bool = False) -> None:
-    """ValueError, naming the option and its value, for a model whose rows cannot be spread over ranks. untested: take also those of
-    a model_type that is not in KNOWN."""
+    """ValueError, naming the option and its value, for a model whose rows cannot be spread over ranks. untested: take also those
+    of a model_type that is not in KNOWN."""
     kind = config.model_type
     if kind not in KNOWN and not untested:
         raise ValueError(f"model_type={kind}: not among those that were compared with transformers' own attention "
@@ -85,15 +86,15 @@ def check_config(config: Any, *, untested: bool = False) -> None:
             raise ValueError(f"config.{key}={getattr(config, key)}: attention over a ring has none of it; nearest: {valid[-1]}")
     for rope in _rope_parameters(config):
         if rope.get("rope_type") in _LOCAL_ROPE:
-            raise ValueError(f"config.rope_parameters: rope_type={rope['rope_type']}: its frequencies follow the longest position "
-                             "among a rank's own rows, so every rank would have others; nearest: yarn, llama3, linear or default")
+            raise ValueError(f"config.rope_parameters: rope_type={rope['rope_type']}: its frequencies follow the last position "
+                             "of a rank's own rows, so every rank would have others; nearest: yarn, llama3, linear, default")
     size = head_dim(config)
     if size > MAX_HEAD_DIM:
         raise ValueError(f"config.head_dim={size}: the kernels take at most {MAX_HEAD_DIM}")
 
 
 def layer_masks(config: Any) -> tuple[Mask, ...]:
-    """What each decoder layer sees, without documents. Raises ValueError naming the layer and its kind where that is no mask of ours."""
+    """What each decoder layer sees, without documents. ValueError naming the layer and its kind where that is no Mask."""
     depth, masks = config.num_hidden_layers, []
     kinds = getattr(config, "layer_types", None)
     if kinds is None:

@@ -58,8 +58,8 @@ class HuggingFaceModel(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int, write: Callable[[Tensor, Tensor], None] = Tensor.copy_) -> None:
-        """Draws every weight and fills the buffers (frequencies of RoPE). write(parameter, its value, whole and on the CPU) may keep a
-        part of it. One module's weights exist at a time; torch's global generator is left alone."""
+        """Draws every weight and fills the buffers (frequencies of RoPE). write(parameter, its value, whole and on the CPU) may
+        keep a part of it. One module's weights exist at a time; torch's global generator is left alone."""
         parameters, buffers = dict(self.named_parameters()), dict(self.named_buffers())
         template = _empty(self.hf_config)
         for prefix, module in template.named_modules():
@@ -103,7 +103,8 @@ def save_pretrained(folder: str, hf_config: Any, state: dict[str, Tensor], dtype
     are). RuntimeError for a state that is not this config's."""
     model = _empty(hf_config)
     model.to_empty(device="cpu")
-    model.load_state_dict({"lm_head.weight" if name == "head.weight" else name: value for name, value in state.items()}, assign=True)
+    theirs = {"lm_head.weight" if name == "head.weight" else name: value for name, value in state.items()}
+    model.load_state_dict(theirs, assign=True)
     model.tie_weights()
     (model if dtype is None else model.to(dtype)).save_pretrained(folder)
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ringflash.config import Config
+from ringflash.rotary import RopeScaling
 
 from .build import build_model, model_config
 from .huggingface import INDEX, SINGLE, config_from_huggingface, names
@@ -33,11 +35,15 @@ class Weights:
 
 def open_weights(cfg: Config) -> Weights:
     """Of model.weights: a folder with weights.pt (of a run, or made by `launch/convert.py import`), or one of Hugging Face with
-    config.json and safetensors. Reads names and shapes. Raises ValueError for a folder with neither, RuntimeError without safetensors.
+    config.json and safetensors. Reads names and shapes. ValueError for a folder with neither, RuntimeError without safetensors.
     """
     folder = Path(cfg.model.weights)
     if (folder / "weights.pt").is_file():
-        state = torch.load(folder / "weights.pt", map_location="cpu", weights_only=True, mmap=True)
+        try:
+            state = torch.load(folder / "weights.pt", map_location="cpu", weights_only=True, mmap=True)
+        except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise ValueError(f"model.weights={folder}: weights.pt is torn or no torch file: {reason}") from error
         return Weights({name: tuple(value.shape) for name, value in state.items()}, state.__getitem__, _config_beside(folder))
     if not (folder / "config.json").is_file() or not ((folder / SINGLE).is_file() or (folder / INDEX).is_file()):
         raise ValueError(f"model.weights={folder}: has neither weights.pt nor config.json with {SINGLE} or {INDEX}")
@@ -72,10 +78,11 @@ def check_weights(cfg: Config, weights: Weights, model: nn.Module) -> None:
     parameters = dict(model.named_parameters())
     # A tied matrix may be written under both of its names.
     aliases = dict(model.named_parameters(remove_duplicate=False)).keys() - parameters.keys()
-    groups = {"missing": sorted(parameters.keys() - weights.shapes.keys()),
-              "unknown": sorted(weights.shapes.keys() - parameters.keys() - aliases),
-              "of another shape": [f"{name} {list(weights.shapes[name])} there, {list(p.shape)} here" for name, p in parameters.items()
-                                   if name in weights.shapes and tuple(p.shape) != weights.shapes[name]]}
+    there = weights.shapes
+    groups = {"missing": sorted(parameters.keys() - there.keys()), "unknown": sorted(there.keys() - parameters.keys() - aliases),
+              "of another shape": [f"{name} {list(there[name])} there, {list(parameter.shape)} here"
+                                   for name, parameter in parameters.items()
+                                   if name in there and tuple(parameter.shape) != there[name]]}
     problems = [f"{what}: {', '.join(which[:3])}{f' and {len(which) - 3} more' if len(which) > 3 else ''}"
                 for what, which in groups.items() if which]
     if weights.config is not None and cfg.model.hf is None:
@@ -105,21 +112,24 @@ def load_weights(cfg: Config, model: nn.Module, write: Callable[[Tensor, Tensor]
 
 
 def _config_beside(folder: Path) -> ModelConfig | None:
-    """The model.yaml that convert.py writes beside weights.pt."""
-    if not (folder / "model.yaml").is_file():
-        return None
+    """Of the model.yaml that convert.py writes beside weights.pt, or of a run folder's own configuration."""
     import yaml
 
-    from ringflash.rotary import RopeScaling
-
-    values = yaml.safe_load((folder / "model.yaml").read_text())
+    if (folder / "model.yaml").is_file():
+        values = yaml.safe_load((folder / "model.yaml").read_text())
+    elif (folder / ".hydra" / "config.yaml").is_file():
+        values = yaml.safe_load((folder / ".hydra" / "config.yaml").read_text())["model"]
+    else:
+        return None
+    known = {f.name for f in fields(ModelConfig)}
+    values = {key: value for key, value in values.items() if key in known}
     return ModelConfig(**values | {"rope_scaling": RopeScaling(**values.get("rope_scaling") or {})})
 
 
 def _of_safetensors(folder: Path) -> dict[str, tuple[tuple[Path, str], tuple[int, ...]]]:
     """Their name -> ((file, name), shape)."""
     try:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
     except ImportError as error:
         raise RuntimeError(f"model.weights={folder}: needs the safetensors package: pip install 'ringflash[hf]'") from error
     files = [SINGLE]
@@ -129,8 +139,11 @@ def _of_safetensors(folder: Path) -> dict[str, tuple[tuple[Path, str], tuple[int
     for file in files:
         if not (folder / file).is_file():
             raise ValueError(f"model.weights={folder}: {file} is missing")
-        with safe_open(folder / file, framework="pt") as opened:
-            found |= {name: ((folder / file, name), tuple(opened.get_slice(name).get_shape())) for name in opened.keys()}
+        try:
+            with safe_open(folder / file, framework="pt") as opened:
+                found |= {name: ((folder / file, name), tuple(opened.get_slice(name).get_shape())) for name in opened.keys()}
+        except SafetensorError as error:
+            raise ValueError(f"model.weights={folder}: {file}: {error}") from error
     return found
 
 

@@ -1,4 +1,4 @@
-"""ringflash.hf over rings of real ranks against transformers' own attention on one: loss and every gradient; and what is refused, by name."""
+"""ringflash.hf over rings of real ranks against transformers' own attention on one, loss and every gradient; what is refused."""
 import copy
 import subprocess
 import sys
@@ -18,8 +18,9 @@ CU = [0, 5, 6, 6, 37, 61]
 # name: (kind, what its configuration says beyond its sizes, layout, recompute layers in the backward)
 CASES = {
     "llama": ("llama", {}, "zigzag", False), "llama, tied": ("llama", {"tie_word_embeddings": True}, "striped", True),
-    "qwen3": ("qwen3", {}, "balanced", False), "qwen3, windows": ("qwen3", {
-        "use_sliding_window": True, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}, "zigzag", False),
+    "qwen3": ("qwen3", {}, "balanced", False),
+    "qwen3, windows": ("qwen3", {"use_sliding_window": True, "sliding_window": 6,
+                                 "layer_types": ["sliding_attention", "full_attention"]}, "zigzag", False),
     "mistral": ("mistral", {}, "contiguous", False), "mistral, recomputed": ("mistral", {}, "zigzag", True),
     "gpt_oss": ("gpt_oss", {}, "zigzag", False), "gemma2": ("gemma2", {}, "zigzag", True),
 }
@@ -116,7 +117,7 @@ def test_a_layer_with_half_of_its_window_is_found_by_this_comparison(monkeypatch
     monkeypatch.setattr(hf_attention, "layer_masks", lambda config: (Mask(window_size=(5, 0)),) * 2)
     model = hf.enable(model_of(config_of("mistral")), kernel="reference")
     sharded = shard_batch(batch(), masks=Mask(window_size=(5, 0)))
-    with pytest.raises(ValueError, match=r"layers.0.self_attn: its configuration means .*\(5, 0\).* the model asked for .*\(6, 0\)"):
+    with pytest.raises(ValueError, match=r"layers.0.self_attn: its configuration means .*\(5, 0\).* asked for .*\(6, 0\)"):
         model(**hf.inputs(sharded))
 
 
@@ -141,8 +142,7 @@ def test_a_model_that_cannot_be_spread_is_refused_by_its_option(kind, changes, t
 def test_a_kind_of_model_that_nobody_compared_is_refused_unless_it_is_asked_for():
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    small = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, n_embd=32, n_layer=2,
-                 n_head=4)
+    small = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4)
     with torch.device("meta"):
         unknown = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_neox", **small))
         with pytest.raises(ValueError, match="model_type=gpt_neox: not among those .*untested=True"):
@@ -165,7 +165,8 @@ PADDED = torch.tensor([[1] * 60 + [0]])
     ({"is_causal": False}, "both directions"), ({"seq_idx": torch.zeros(1, 61)}, "layers.0.self_attn: seq_idx: documents"),
     ({"cu_seq_lens_q": torch.tensor(CU)}, "layers.0.self_attn: cu_seq_lens_q: documents"),
     ({"position_bias": torch.zeros(1)}, "layers.0.self_attn: position_bias: not known"),
-    ({"layout": Layout("zigzag", 61, 1, Mask(window_size=(3, 0)))}, "layers.0.self_attn: .*not among the layout's masks.*masks=ringflash")])
+    ({"layout": Layout("zigzag", 61, 1, Mask(window_size=(3, 0)))},
+     "layers.0.self_attn: .*not among the layout's masks.*masks=ringflash")])
 def test_a_call_that_cannot_be_meant_is_refused_by_layer_and_option(change, told):
     model = hf.enable(model_of(config_of("llama")), kernel="reference")
     given = hf.inputs(shard_batch(batch()))

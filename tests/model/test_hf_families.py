@@ -1,4 +1,4 @@
-"""Every kind of model that ringflash.hf takes: its attention is transformers' own, and the rest of it computes each row from that row."""
+"""Every kind of model that ringflash.hf takes: its attention is transformers' own, the rest computes each row from that row."""
 import pytest
 import torch
 

@@ -1,4 +1,4 @@
-"""Tiny random models of transformers, with what makes each family another case for attention; and their own attention on one rank."""
+"""Tiny random models of transformers, with what makes each family another case for attention; and their own attention."""
 from __future__ import annotations
 
 import copy
@@ -16,7 +16,8 @@ FAMILIES = {
     "gpt_oss": dict(_MIXED, **_MOE), "granite": dict(attention_multiplier=0.4, logits_scaling=3.0), "llama": {},
     "mistral": dict(sliding_window=7), "mixtral": dict(_MOE, sliding_window=5), "olmo2": {},
     "phi3": dict(sliding_window=9), "qwen2": dict(_MIXED, use_sliding_window=True), "qwen3": {},
-    "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24), "smollm3": {}, "starcoder2": dict(sliding_window=5),
+    "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24), "smollm3": {},
+    "starcoder2": dict(sliding_window=5),
 }
 
 
@@ -55,7 +56,7 @@ def dense_masks(config, cu_seqlens: list[int]) -> dict[str, torch.Tensor]:
 
 
 def own_attention(model, tokens, labels, cu_seqlens: list[int], num_items: int) -> tuple[float, dict[str, torch.Tensor]]:
-    """(loss, gradients by name) of a model with transformers' eager attention on whole packed documents. labels: shifted [1, S]."""
+    """(loss, gradients by name) of a model with transformers' eager attention on whole packed documents. labels: shifted."""
     assert model.config._attn_implementation == "eager"
     model.zero_grad(set_to_none=True)
     # Most of them tell documents apart by positions that restart.
