@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from ringflash import Layout, Mask
+from ringflash.batch_rows import sorted_union
 from ringflash.data import LazyTokens
 from ringflash.data.packing import Samples
 
@@ -19,7 +20,7 @@ def wanted_rows(name: str, seq_len: int, cp: int, ulysses: int, cp_rank: int, ma
     if cu_seqlens is not None:
         masks = [mask.with_documents(cu_seqlens) for mask in masks]
     own = Layout(name, seq_len, cp // ulysses, tuple(masks), ulysses).positions(cp_rank)
-    return np.union1d(own, own[own + 1 < seq_len] + 1)
+    return sorted_union(own, own[own + 1 < seq_len] + 1)
 
 
 class Prefetcher:
