@@ -33,12 +33,12 @@ ADAMW = OptimConfig(name="adamw", lr=0.01, warmup_steps=0, weight_decay=0.5, gra
 
 
 def config(world=(1, 1), shard=1, samples=4, model="untied", keep="all", *, seq_len=45, dtype="fp32", optim=equivalence._SGD,
-           reduce="last", deterministic=False):
+           reduce="last", deterministic=False, ulysses=1):
     dp, cp = world
     cfg = tiny(dp=dp, cp=cp, accumulation=samples // dp, seq_len=seq_len, **KEPT[keep])
     return dataclasses.replace(
         cfg, model=dataclasses.replace(cfg.model, **MODELS[model]), optim=optim,
-        parallel=dataclasses.replace(cfg.parallel, shard=shard, reduce=reduce),
+        parallel=dataclasses.replace(cfg.parallel, shard=shard, reduce=reduce, ulysses=ulysses),
         attention=dataclasses.replace(cfg.attention, deterministic=deterministic),
         train=dataclasses.replace(cfg.train, dtype=dtype, eval_sequences=5))
 
@@ -53,13 +53,13 @@ def data_of(cfg, *, no_labels=False):
 
 
 @functools.cache
-def world_of(dp: int, cp: int, shard: int) -> World:
-    return single() if dp * cp == 1 else connect(dp, cp, CPU, timeout_s=60.0, shard=shard)
+def world_of(dp: int, cp: int, shard: int, ulysses: int) -> World:
+    return single() if dp * cp == 1 else connect(dp, cp, CPU, timeout_s=60.0, shard=shard, ulysses=ulysses)
 
 
 def trainer_of(cfg, **options) -> Trainer:
     dp, cp = cfg.parallel.dp, cfg.parallel.cp
-    return Trainer(cfg, world_of(dp, cp, shard_size(cfg.parallel, dp * cp)), data_of(cfg, **options))
+    return Trainer(cfg, world_of(dp, cp, shard_size(cfg.parallel, dp * cp), cfg.parallel.ulysses), data_of(cfg, **options))
 
 
 def steps(cfg, count, **options) -> dict:
@@ -117,6 +117,7 @@ def body(rank: int) -> dict:
     found = {"step": {case: equivalence._step(trainer_of(config(*case)), None) for case in CASES}}
     found["no rows"] = {shard: equivalence._step(trainer_of(config((1, 4), shard, 4, "untied", seq_len=3)), None) for shard in SHARDS}
     found["no labels"] = {world: equivalence._step(trainer_of(config(world, -1, 4), no_labels=True), None) for world in WORLDS}
+    found["ulysses"] = equivalence._step(trainer_of(config((1, 4), -1, ulysses=2)), None)
     found["each"] = equivalence._step(trainer_of(config((2, 2), 2, 8, reduce="each")), None)
     found["bf16"] = {shard: step_and_dtypes(config((2, 2), shard, 4, "tied, sinks", dtype="bf16")) for shard in (1, *SHARDS)}
 
@@ -142,6 +143,8 @@ def body(rank: int) -> dict:
         found["reductions"][reduce] = count_reductions(lambda: made.train_step(0))
 
     found["adamw"] = {shard: steps(config((2, 2), shard, 4, optim=ADAMW), 2) for shard in (1, *SHARDS)}
+    offloaded = dataclasses.replace(ADAMW, offload=True)
+    found["adamw"]["moments on the host"] = steps(config((2, 2), -1, 4, optim=offloaded), 2)
     again = [steps(config((2, 2), -1, 4, optim=ADAMW, deterministic=True), 1) for _ in range(2)]
     found["again"] = again[0]["norms"] == again[1]["norms"] and all(
         torch.equal(again[0]["weights"][name], weight) for name, weight in again[1]["weights"].items())
@@ -254,7 +257,7 @@ def test_whole_weights_load_into_shards(ranks):
 
 def test_adamw_with_clipping_and_decay_is_that_of_replicated_weights(ranks):
     want = ranks[0]["adamw"][1]
-    for shard in SHARDS:
+    for shard in (*SHARDS, "moments on the host"):
         for rank in ranks:
             got = rank["adamw"][shard]
             assert got["norms"] == ranks[0]["adamw"][shard]["norms"], "one norm on all ranks, to the bit"
@@ -264,6 +267,16 @@ def test_adamw_with_clipping_and_decay_is_that_of_replicated_weights(ranks):
                 assert torch.equal(got["weights"][name], ranks[0]["adamw"][shard]["weights"][name])
                 # Adam divides by the root of tiny second moments: a hundredth of two steps' 0.02.
                 torch.testing.assert_close(got["weights"][name], weight, rtol=0, atol=2e-4)
+
+
+def test_moments_of_shards_on_the_host_change_no_bit(ranks):
+    for rank in ranks:
+        got, want = rank["adamw"]["moments on the host"], rank["adamw"][-1]
+        assert got["norms"] == want["norms"] and all(torch.equal(got["weights"][n], weight) for n, weight in want["weights"].items())
+
+
+def test_heads_apart_and_weights_in_shards_go_together(ranks):
+    assert not wrong(ranks[3]["ulysses"], 4, "untied")
 
 
 def test_a_deterministic_step_has_the_same_bits_twice(ranks):
