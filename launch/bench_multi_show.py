@@ -4,7 +4,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from ringflash.launch.bench_multi_ulysses import verdict
 from ringflash.launch.check_table import environment, grid
+
+PASSES = ("forward", "backward", "both")
 
 
 def table(records: Sequence[dict]) -> str:
@@ -14,7 +17,9 @@ def table(records: Sequence[dict]) -> str:
                                  ("link", "To the next rank, while as much comes from the last", _link),
                                  ("overlap", "A hop, a kernel, both of a step", _overlap),
                                  ("nccl", "NCCL groups", _overlap),
-                                 ("ring", "Causal zigzag ring, 32 q / 8 kv heads, D=128, bf16", _ring)):
+                                 ("ring", "Ring, 32 q / 8 kv heads, D=128, bf16; % of one GPU's kernel at equal FLOPs", _ring),
+                                 ("ulysses", "Ring x Ulysses, causal zigzag, D=128, bf16", _ulysses),
+                                 ("train", "Training step", _train)):
         chosen = [record for record in records if record["section"] == section]
         failed = [record["failure"] for record in chosen if "candidate" not in record and record.get("failure") is not None]
         chosen = [record for record in chosen if record.get("failure") not in failed or "candidate" in record]
@@ -52,17 +57,54 @@ def _ring(records: Sequence[dict]) -> str:
     rows = []
     for r in records:
         if r["failure"] is not None:
-            rows.append([r["rows"], r["candidate"], *["-"] * 7, r["failure"][:60]])
+            rows.append([r["rows"], r["layout"], r["candidate"], *["-"] * 11, r["failure"][:70]])
             continue
-        rows.append([r["rows"], r["candidate"], r["kernel"], f"{r['forward_ms']:.3f}", f"{r['both_ms']:.3f}",
-                     *(f"{r[f'{which}_tflops']:.0f}" for which in ("forward", "backward", "both")),
-                     f"{100 * r['both_of_one_gpu']:.1f}",
-                     "" if r["difference"] is None else f"differs by {r['difference']:.1e}"])
-    return grid(["rows", "candidate", "kernel", "fwd ms", "both ms", "fwd TFLOP/s", "bwd", "both", "% of one GPU", ""], rows)
+        note = [] if r["difference"] is None else [f"differs by {r['difference']:.1e}"]
+        if "both_of_same_mask" in r:
+            note.append(f"of one GPU with the same mask {100 * r['both_of_same_mask']:.1f}")
+        rows.append([r["rows"], r["layout"], r["candidate"], r["kernel"], *(f"{r[f'{which}_ms']:.3f}" for which in PASSES),
+                     *(f"{r[f'{which}_tflops']:.0f}" for which in PASSES),
+                     *(f"{100 * r[f'{which}_of_one_gpu']:.1f}" for which in PASSES),
+                     r["samples"], "; ".join(note)])
+    return grid(["rows", "layout", "candidate", "kernel", "fwd ms", "bwd ms", "both ms", "fwd TFLOP/s", "bwd", "both",
+                 "fwd %", "bwd %", "both %", "samples", ""], rows)
+
+
+def _ulysses(records: Sequence[dict]) -> str:
+    rows = [[r["rows"], f"{r['heads'][0]} / {r['heads'][1]}", r["candidate"], f"{r['forward_ms']:.3f}", f"{r['both_ms']:.3f}",
+             f"{r['both_tflops']:.0f}", f"{r['over_fastest']:.3f}", f"{r['estimate_forward_ms']:.3f}",
+             f"{r['estimate_both_ms']:.3f}", f"{r['estimate_over_cheapest']:.3f}"] for r in records]
+    lines = [grid(["rows", "heads", "way", "fwd ms", "both ms", "TFLOP/s", "x fastest", "estimate: fwd ms", "both ms",
+                   "x cheapest"], rows)]
+    problems = dict.fromkeys((r["rows"], tuple(r["heads"])) for r in records)
+    lines += [verdict([r for r in records if (r["rows"], tuple(r["heads"])) == one]) for one in problems]
+    return "\n".join(lines)
+
+
+def _train(records: Sequence[dict]) -> str:
+    lines = []
+    for r in records:
+        if r["what"] == "same":
+            lines.append(f"{r['model']}, {r['tokens']} tokens, {r['cp_size']} GPUs against one: " + "; ".join(
+                f"{name} {r[key]['ring']:.6f} and {r[key]['one_gpu']:.6f} ({r[key]['of_budget']:.3f} of its budget)"
+                for name, key in (("loss", "loss"), ("gradient norm", "grad_norm"))) + ("" if r["ok"] else "  FAIL"))
+    steps = [r for r in records if r["what"] == "step"]
+    rows = []
+    for r in steps:
+        expected, mfu = r["predicted"], "-" if r["mfu"] is None else f"{100 * r['mfu']:.1f}"
+        said = ["-"] * 3
+        if expected is not None:
+            said = [f"{expected['seconds']:.2f}", f"{expected['peak_gib']:.1f}", f"{100 * expected['mfu']:.1f}"]
+        rows.append([r["model"], r["tokens"], r["activations"], r["step"] + 1, f"{r['seconds']:.2f}", f"{r['tokens_per_s']:.0f}",
+                     f"{r['peak_gib']:.1f}", mfu, *said])
+    if rows:
+        lines.append(grid(["model", "tokens", "activations", "step", "s", "tokens/s", "peak GiB", "MFU %", "planned: s", "GiB",
+                           "MFU %"], rows))
+    return "\n".join(lines)
 
 
 def draw(records: Sequence[dict], prefix: str) -> None:
-    """PREFIX-links.png, PREFIX-overlap.png, PREFIX-ring.png, of the sections that ran."""
+    """PREFIX-links.png, PREFIX-overlap.png, PREFIX-ring.png, PREFIX-ring-balanced.png, of what ran."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -75,8 +117,10 @@ def draw(records: Sequence[dict], prefix: str) -> None:
               "added to a step by its hop, %"),
              ("ring", "ring", "candidate", lambda r: r["rows"], lambda r: r["both_tflops"], "rows per GPU",
               "forward + backward, TFLOP/s per GPU"))
+    views += ((*views[-1][:1], "ring-balanced", *views[-1][2:]),)
     for section, name, key, x, y, x_label, y_label in views:
-        chosen = [r for r in records if r["section"] == section and r.get("failure") is None]
+        chosen = [r for r in records if r["section"] == section and r.get("failure") is None
+                  and r.get("layout", "zigzag") == ("balanced" if name == "ring-balanced" else "zigzag")]
         if not chosen:
             continue
         figure, axis = pyplot.subplots(figsize=(7, 4.5))

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -29,11 +30,19 @@ class Timing:
     """Milliseconds of one run: on the GPU, and of the host that queues it (which counts where the GPU waits for the host)."""
     gpu_ms: float
     host_ms: float
+    samples: int = 1
 
 
 def sample(task: Task, times: int, lead_ms: float, device: torch.device) -> Timing:
     """One of `times` runs that are queued behind each other. The GPU sleeps for lead_ms while the first ones are queued; where
-    there is a lead, one run stands before the clock starts, in which the ranks meet. Of the slowest rank."""
+    there is a lead, one run stands before the clock starts, in which the ranks meet. Of the slowest rank. On a CPU the host's
+    clock counts, and nothing is queued."""
+    if device.type != "cuda":
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(times):
+            task.run()
+        return _slowest([(time.perf_counter() - start) * 1e3 / times] * 2, device)
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize(device)
     dist.barrier(device_ids=[device.index])
@@ -47,19 +56,27 @@ def sample(task: Task, times: int, lead_ms: float, device: torch.device) -> Timi
     end.record()
     host_ms = (time.perf_counter() - start) * 1e3 / (times + before)
     torch.cuda.synchronize(device)
-    both = torch.tensor([begin.elapsed_time(end) / times, host_ms], device=device)
+    return _slowest([begin.elapsed_time(end) / times, host_ms], device)
+
+
+def _slowest(figures: list[float], device: torch.device) -> Timing:
+    both = torch.tensor(figures, dtype=torch.float64, device=device)
     dist.all_reduce(both, op=dist.ReduceOp.MAX)
     return Timing(*both.tolist())
 
 
-def interleaved(tasks: Mapping, device: torch.device, *, repeats: int, at_least_ms: float, most: int = 40) -> dict:
-    """Medians over `repeats` samples of each task, every round one sample of each. {name: Timing}.
+def interleaved(tasks: Mapping, device: torch.device, *, repeats: int, at_least_ms: float, most: int = 40,
+                limit_s: float = math.inf) -> dict:
+    """Medians over `repeats` samples of each task, every round one sample of each. {name: Timing}. limit_s: as many
+    rounds fewer as it takes to be done in about that time, but one.
 
     A sample has as many runs as take at_least_ms, at most `most`, and a lead that keeps the host ahead of the GPU to its end.
     Of a task that takes longer than LONG_MS one run is enough, after the one that warms up, and it needs no lead.
     Every rank must call this with the same tasks.
     """
-    shapes, samples = {}, {name: [] for name in tasks}
+    if device.type != "cuda":
+        at_least_ms = 0.0                                                   # no measurement
+    shapes, samples, round_ms = {}, {name: [] for name in tasks}, 1e-3
     for name, task in tasks.items():
         with task.entered():
             sample(task, 1, 0.0, device)                                    # compiles, allocates
@@ -70,9 +87,11 @@ def interleaved(tasks: Mapping, device: torch.device, *, repeats: int, at_least_
         times = max(1, min(most, round(at_least_ms / max(first.gpu_ms, 1e-3))))
         behind_ms = (times + 2) * first.host_ms - times * first.gpu_ms      # how far the host would fall behind
         shapes[name] = times, min(MAX_LEAD_MS, 1.0 + max(3 * first.host_ms, 1.5 * behind_ms))
-    for _ in range(repeats):
+        round_ms += shapes[name][1] + (times + 1) * max(first.gpu_ms, first.host_ms)
+    # All ranks have the same figures, so they count the same rounds.
+    for _ in range(max(1, int(min(repeats, limit_s * 1e3 / round_ms)))):
         for name, shape in shapes.items():
             with tasks[name].entered():
                 samples[name].append(sample(tasks[name], *shape, device))
-    return {name: Timing(*(statistics.median(getattr(one, which) for one in found) for which in ("gpu_ms", "host_ms")))
-            for name, found in samples.items()}
+    return {name: Timing(*(statistics.median(getattr(one, which) for one in found) for which in ("gpu_ms", "host_ms")),
+                         samples=len(found)) for name, found in samples.items()}

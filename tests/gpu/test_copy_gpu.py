@@ -4,14 +4,17 @@ Ranks that share one card stand in for several cards where there is one: torch a
 waits are as real, only the link is missing.
 """
 import os
+import re
 import signal
+import sys
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ringflash import Layout, ring_attention
+from ringflash import Layout, Mask, ring_attention, shard, simulate
+from ringflash.kernels.dispatch import unavailable
 from ringflash.launch import check_signals
 from ringflash.launch.check_cells import matrix
 from ringflash.launch.check_judge import Judge, loopback_cell
@@ -20,7 +23,9 @@ from ringflash.launch.check_spawn import RingFailure
 from ringflash.launch.check_spawn import run_ranks as spawn
 from ringflash.ring import watchdog
 from ringflash.ring.copy_engine import CopyExchange
-from ringflash.tests.support.distributed import run_ranks
+from ringflash.ring.exchange import record_traffic
+from ringflash.tests.support.distributed import check_ranks, run_ranks
+from ringflash.tests.support.ring_cases import LAYOUTS, Inputs, differing, make_inputs, masks, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
               pytest.mark.timeout(600)]
@@ -68,6 +73,29 @@ def test_ranks_on_a_card_each_have_the_bits_of_loopback():
     ring_matches_loopback(NUM_CARDS)
 
 
+def _q_side_equals_loopback(rank, world_size, kernel):
+    for number, (name, mask) in enumerate(masks(389).items()):
+        layout = Layout(LAYOUTS[number % 3], 389, world_size, Mask(**mask), group=dist.group.WORLD)
+        inputs = make_inputs(389, heads=4, kv_heads=(4, 2)[number % 2], head_dim=64, dtype=torch.bfloat16, seed=number).to("cuda")
+        options = dict(kernel=kernel, rotate="q", deterministic=True)
+        whole = run(simulate, inputs, cp_size=world_size, layout=layout.kind, **mask, **options)
+        local = Inputs(*(shard(x, layout, rank=rank) for x in (inputs.q, inputs.k, inputs.v, inputs.dout)),
+                       shard(inputs.dlse, layout, rank=rank, dim=2))
+        with record_traffic() as log:
+            ours = run(ring_attention, local, layout=layout, group=dist.group.WORLD, exchange="copy", **options)
+        own = {name: shard(x, layout, rank=rank, dim=2 if name == "lse" else 1) for name, x in whole.items()}
+        assert not differing(ours, own), name
+        assert {posted.message.kind for posted in log if posted.pass_ == "backward"} <= {"q", "dq"}
+
+
+@several_cards
+@pytest.mark.parametrize("kernel", ["triton", "hopper"])
+def test_the_q_side_rotates_over_copies_with_the_bits_of_loopback(kernel):
+    if reason := unavailable(kernel, device=torch.device("cuda"), dtype=torch.bfloat16, head_dim=64):
+        pytest.skip(f"{kernel}: {reason}")
+    check_ranks(_q_side_equals_loopback, NUM_CARDS, kernel, timeout_s=200, backend="nccl")
+
+
 @without_cards
 def test_four_ranks_that_share_a_card_have_the_bits_of_loopback(monkeypatch):
     share_a_card(monkeypatch)
@@ -92,6 +120,7 @@ def _loses_a_rank(rank, world_size, how):
 
     def post(self, step, sends, recvs):
         if rank == 1 and self._pass == "backward" and self._call == 1 and step == 0:
+            print(f"lost at {time.time()}", file=sys.stderr, flush=True)
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(3600)
@@ -108,7 +137,11 @@ def _loses_a_rank(rank, world_size, how):
 @pytest.mark.parametrize("how", ["killed", "asleep", "implied"])
 def test_when_a_rank_is_lost_the_other_ends_with_an_error_that_names_the_hop(how):
     """implied: nobody started a watchdog, so the group's timeout counts, as it would over NCCL."""
-    lost = run_ranks(_loses_a_rank, 2, how, timeout_s=60, backend="nccl", group_timeout_s=8.0 if how == "implied" else 60.0)[0]
+    began = time.time()
+    lost, gone = run_ranks(_loses_a_rank, 2, how, timeout_s=60, backend="nccl", group_timeout_s=8.0 if how == "implied" else 60.0)
+    lost_after_s = float(re.search(r"lost at ([0-9.]+)", gone.stderr)[1]) - began
+    # The timeout (5 s; implied: 8), the watchdog's poll, and what it waits for the others' last words and its own recordings.
+    assert lost.seconds - lost_after_s < (8.0 if how == "implied" else 5.0) + 10.0
     assert lost.exitcode == watchdog.EXIT_CODE, str(lost)
     assert "cp rank 0 (global rank 0), backward call 1, step 0" in lost.stderr
     assert "receiving kv of cp rank 1 from cp rank 1 (global rank 1)" in lost.stderr
