@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from ringflash.ring import watchdog
 from torch.distributed.tensor import DTensor
 
 from ringflash.train.world import World
@@ -29,7 +31,8 @@ def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup |
         if group is None:
             continue
         flat = torch.cat([parameter.grad.reshape(-1).float() for parameter in bucket])
-        dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=group)
+        with watchdog.collective("summing gradients", dist.get_rank(), dist.get_world_size(group)):
+            dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=group)
         for parameter, summed in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
             parameter.grad.copy_(summed.view_as(parameter))
 
