@@ -13,28 +13,30 @@ from train_ranks import run_ranks, text, tiny, with_train  # noqa: E402
 
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from ringflash import Layout, Mask, shard_batch  # noqa: E402
+from ringflash import Layout, Mask, ring_attention, shard_batch  # noqa: E402
 from ringflash.config import ModelConfig, validate  # noqa: E402
 from ringflash.hf_config import read_config, resolved  # noqa: E402
 from ringflash.model.weights import check_folder  # noqa: E402
 from ringflash.tests.support.hf_cases import config_of, model_of, own_attention  # noqa: E402
+from ringflash.train import trainer  # noqa: E402
 from ringflash.train.sharded import full_state_dict  # noqa: E402
 from ringflash.train.trainer import Trainer, layer_masks  # noqa: E402
 from ringflash.train.world import connect, single  # noqa: E402
 
 CPU = torch.device("cpu")
-# name: (kind, what its configuration says beyond its sizes, dp, cp, parallel.shard, train.*)
+# name: (kind, what its configuration says beyond its sizes, dp, cp, parallel.shard, train.* and parallel.ulysses)
 TIED = {"tie_word_embeddings": True}
 CASES = {
     "qwen3": ("qwen3", {}, 1, 2, 1, {}),
     "windows, tied": ("gemma3_text", TIED, 1, 2, 1, {"activations": "block"}),
+    "heads": ("gpt_oss", {}, 1, 2, 1, {"ulysses": 2}),
     "replicas": ("mistral", {}, 2, 1, 1, {}),
     "sharded": ("qwen3", {}, 1, 2, 2, {"activations": "block"}),
     "sharded, tied": ("gemma3_text", TIED, 1, 2, 2, {}),
 }
 
 
-def run_config(folder, kind: str, changes: dict, *, dp: int = 1, cp: int = 1, shard: int = 1, weights=None, **train):
+def run_config(folder, kind: str, changes: dict, *, dp: int = 1, cp: int = 1, shard: int = 1, weights=None, ulysses: int = 1, **train):
     """tiny() with a model of transformers instead of ours; two samples a step, whatever dp is."""
     path = folder / f"{kind}-{changes.get('tie_word_embeddings', False)}"
     if not path.exists():
@@ -42,7 +44,7 @@ def run_config(folder, kind: str, changes: dict, *, dp: int = 1, cp: int = 1, sh
         (path / "config.json").write_text(json.dumps(config_of(kind, vocab_size=257, **changes).to_dict()))
     cfg = tiny(dp=dp, cp=cp, accumulation=2 // dp)
     cfg = dataclasses.replace(cfg, model=ModelConfig(hf=str(path), weights=weights, loss_chunk_rows=7),
-                              parallel=dataclasses.replace(cfg.parallel, shard=shard),
+                              parallel=dataclasses.replace(cfg.parallel, shard=shard, ulysses=ulysses),
                               optim=dataclasses.replace(cfg.optim, lr=0.1))
     return with_train(resolved(cfg), **train)
 
@@ -55,9 +57,9 @@ def two_steps(cfg, world) -> dict:
             "heldout": made.evaluate()[0], "drawn": first, "weights": copied(made)}
 
 
-def copied(trainer) -> dict | None:
+def copied(made: Trainer) -> dict | None:
     """All weights, on rank 0."""
-    state = full_state_dict(trainer.model)
+    state = full_state_dict(made.model)
     return None if state is None else {name: value.clone() for name, value in state.items()}
 
 
@@ -65,7 +67,7 @@ def body(rank: int, folder) -> dict:
     found = {}
     for name, (kind, changes, dp, cp, shard, train) in CASES.items():
         cfg = run_config(folder, kind, changes, dp=dp, cp=cp, shard=shard, **train)
-        found[name] = two_steps(cfg, connect(dp, cp, CPU, timeout_s=60.0, shard=shard))
+        found[name] = two_steps(cfg, connect(dp, cp, CPU, timeout_s=60.0, shard=shard, ulysses=cfg.parallel.ulysses))
     return found
 
 
@@ -95,6 +97,19 @@ def test_two_steps_on_two_ranks_are_those_on_one(folder, ranks, name):
         moved = float((value - one["drawn"][key]).abs().max())
         assert float((two["weights"][key] - value).abs().max()) <= 1e-4 * moved + 1e-7, key
     assert one["loss"][1] != one["loss"][0]
+
+
+def test_under_bf16_attention_gets_16_bit_rows_and_the_loss_stays_near(folder, monkeypatch):
+    cfg, seen = run_config(folder, "qwen3", {}), []
+
+    def watched(q, k, v, **options):
+        seen.append((q.dtype, k.dtype, v.dtype))
+        return ring_attention(q, k, v, **options)
+
+    monkeypatch.setattr(trainer, "ring_attention", watched)
+    fp32, bf16 = (Trainer(each, single(CPU), text(each)).train_step(0) for each in (cfg, with_train(cfg, dtype="bf16")))
+    assert set(seen[:4]) == {(torch.float32,) * 3} and set(seen[-4:]) == {(torch.bfloat16,) * 3}
+    assert bf16.loss == pytest.approx(fp32.loss, rel=2e-3) and bf16.grad_norm == pytest.approx(fp32.grad_norm, rel=3e-2)
 
 
 def test_the_loss_is_transformers_own_over_the_same_documents(folder):
