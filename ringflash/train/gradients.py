@@ -7,10 +7,9 @@ from collections.abc import Iterable, Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-from ringflash.ring import watchdog
 from torch.distributed.tensor import DTensor
 
+from ringflash.ring import watchdog
 from ringflash.train.world import World
 
 BUCKET_ELEMENTS = 16 * 2**20  # 64 MiB of fp32: large enough for full bandwidth, small beside the weights
