@@ -9,6 +9,7 @@ COMMANDS = {
     "evaluate": "held-out loss and keys found of a finished run (run=FOLDER)",
     "check": "prove the ring equal to one device on this machine",
     "bench": "measure kernels and ring against cuDNN / SDPA",
+    "plan": "what a step will take: memory, seconds, the best way to divide GPUs",
     "prepare": "make a text ready for training: tokens in one file, with an index of the documents",
 }
 

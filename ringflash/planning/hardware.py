@@ -23,7 +23,7 @@ class Hardware:
     forward_tflops, backward_tflops: of a visit of n rows to n / 2 keys' worth of pairs (causal counts half, the backward 2.5
         forwards), by n. kernel: which kernel they are of.
     rest_factor: measured over predicted time of all that is neither attention nor waiting; 1 until a calibration says otherwise.
-    slack: of the activations, what the allocator holds beyond what tensors need (peak of a step over its live bytes, minus 1).
+    live_factor: measured over predicted bytes of tensors at the peak. slack: what the allocator holds beyond them, a share.
     """
 
     name: str
@@ -44,6 +44,7 @@ class Hardware:
     visit_us: float
     kernel: str = "hopper"
     rest_factor: float = 1.0
+    live_factor: float = 1.0
     slack: float = 0.03
     sources: tuple[tuple[str, str], ...] = ()
 
@@ -112,7 +113,7 @@ _H200 = Hardware(
     name="h200", peak_tflops=989.0, memory_gib=139.8, context_gib=2.0,
     forward_tflops=((2048, 458.0), (4096, 598.0), (8192, 669.0), (16384, 696.0)),
     backward_tflops=((2048, 395.0), (4096, 515.0), (8192, 577.0), (16384, 600.0)),
-    matmul_tflops=680.0, memory_gb_s=3800.0, optimizer_ns=0.02, inside_gb_s=355.0, collective_gb_s=200.0, across_gb_s=45.0,
+    matmul_tflops=680.0, memory_gb_s=3800.0, optimizer_ns=0.035, inside_gb_s=355.0, collective_gb_s=200.0, across_gb_s=45.0,
     host_gb_s=50.0, host_memory_gib=200.0, exchange_us=30.0, visit_us=20.0,
     sources=(
         ("peak_tflops", f"{_DATASHEET}: 1,979 with sparsity, half of it"), ("memory_gib", "what CUDA reports of 141 GB"),
@@ -121,13 +122,13 @@ _H200 = Hardware(
         ("backward_tflops", "measured at 16k rows: DESIGN.md, Note [Hopper backward]; fewer rows as of the forward, assumed"),
         ("matmul_tflops", f"{_ASSUMED}: of large bf16 products at the power cap"),
         ("memory_gb_s", f"{_ASSUMED}: 0.8 of the datasheet's 4,800"),
-        ("optimizer_ns", f"{_ASSUMED}: about 80 bytes per parameter pass at memory_gb_s"),
+        ("optimizer_ns", f"{_ASSUMED}: about 130 bytes per parameter at memory_gb_s"),
         ("inside_gb_s", "measured on two H200s: python launch/bench.py multi --sections link (README)"),
         ("collective_gb_s", "of the same run's NCCL, 141 to 305 by size; of collectives assumed"),
         ("across_gb_s", f"{_ASSUMED}: one 400 Gb/s port per GPU"), ("host_gb_s", f"{_ASSUMED}: of PCIe 5.0 x16, 63 one way"),
         ("host_memory_gib", f"{_ASSUMED}"), ("exchange_us", f"{_ASSUMED}, as in ringflash.ring.cost"),
         ("visit_us", f"{_ASSUMED}, as in ringflash.ring.cost"),
-        ("slack", f"{_ASSUMED}"), ("rest_factor", "1: nothing is known"),
+        ("slack", f"{_ASSUMED}"), ("rest_factor", "1: nothing is known"), ("live_factor", "1: nothing is known"),
     ))
 
 

@@ -47,11 +47,11 @@ def sizes_of(model: ModelConfig) -> Sizes:
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """cfg: validated, of which model, data.seq_len, data.batch_size, attention, train, optim and parallel.reduce count. masks: one
-    per kind of layer, repeated over the layers, with the documents of a sample. shard: ranks that share one copy of the weights."""
+    """cfg: validated, of which model, data.seq_len, data.batch_size, attention, train and optim count. kinds: a mask per kind of
+    layer, repeated over the layers, without documents. shard: ranks that share one copy of the weights. documents: cu_seqlens."""
 
     cfg: Config
-    masks: tuple[Mask, ...]
+    kinds: tuple[Mask, ...]
     num_gpus: int
     gpus_per_host: int
     dp: int
@@ -59,6 +59,11 @@ class Job:
     ulysses: int
     shard: int
     activations: str
+    documents: tuple[int, ...] | None = None
+
+    @cached_property
+    def masks(self) -> tuple[Mask, ...]:
+        return self.kinds if self.documents is None else tuple(mask.with_documents(self.documents) for mask in self.kinds)
 
     @property
     def cp(self) -> int:
@@ -109,12 +114,11 @@ class Job:
 
     @property
     def name(self) -> str:
-        return f"dp {self.dp}, ring {self.ring}, ulysses {self.ulysses}, {self.activations}"
+        return f"dp {self.dp}, ring {self.ring}, ulysses {self.ulysses}, shard {self.shard}, {self.activations}"
 
     def with_seq_len(self, seq_len: int) -> Job:
-        """The same of another length; its documents go, as they have this one's."""
-        masks = tuple(mask if mask.cu_seqlens is None else Mask(mask.causal, mask.window_size, None) for mask in self.masks)
-        return replace(self, cfg=replace(self.cfg, data=replace(self.cfg.data, seq_len=seq_len)), masks=masks)
+        """The same of another length, without documents."""
+        return replace(self, cfg=replace(self.cfg, data=replace(self.cfg.data, seq_len=seq_len)), documents=None)
 
 
 def resolved_shard(cfg: Config, num_gpus: int, shard: int | None = None) -> int:
@@ -134,8 +138,9 @@ def check_counts(num_gpus: int, gpus_per_host: int) -> None:
                          f"{nearest(num_gpus, valid)}")
 
 
-def divisions(cfg: Config, masks: Sequence[Mask], num_gpus: int, gpus_per_host: int, *, dp: int = -1, cp: int = -1,
-              ulysses: int = -1, activations: str = "auto", shard: int | None = None) -> list[Job]:
+def divisions(cfg: Config, kinds: Sequence[Mask], num_gpus: int, gpus_per_host: int, *, dp: int = -1, cp: int = -1,
+              ulysses: int = -1, activations: str = "auto", shard: int | None = None,
+              documents: tuple[int, ...] | None = None) -> list[Job]:
     """Every (dp, ring, Ulysses, policy) that these GPUs allow; -1 and "auto" mean all. ValueError where there is none."""
     check_counts(num_gpus, gpus_per_host)
     heads = cfg.model.num_heads
@@ -156,8 +161,8 @@ def divisions(cfg: Config, masks: Sequence[Mask], num_gpus: int, gpus_per_host: 
         for degree in divisors(size) if ulysses == -1 else [ulysses]:
             if size % degree == 0 and heads % degree == 0:
                 for policy in POLICIES if activations == "auto" else (activations,):
-                    found.append(Job(cfg, tuple(masks), num_gpus, gpus_per_host, num_gpus // size, size // degree, degree, degree_of,
-                                     policy))
+                    found.append(Job(cfg, tuple(kinds), num_gpus, gpus_per_host, num_gpus // size, size // degree, degree, degree_of,
+                                     policy, documents))
     if not found:
         valid = [degree for degree in divisors(max(cps)) if heads % degree == 0]
         raise ValueError(f"parallel.ulysses={ulysses}: must divide the ranks of a sequence and model.num_heads={heads}; nearest: "

@@ -18,6 +18,8 @@ from ringflash.model import Transformer
 from ringflash.model.build import model_config
 from ringflash.model.host_store import HostStore
 from ringflash.planning.live_bytes import LiveBytes
+from ringflash.ring import loop
+from ringflash.ring.cache import BoundedCache
 from ringflash.train.gradients import clip_gradients, gradient_norm, sum_gradients
 from ringflash.train.optim import build_optimizer
 
@@ -88,6 +90,7 @@ def as_on_gpu(ring_size: int, rank: int):
     with mock.patch.object(ops, "ranks_by_name", lambda *names: ranks), mock.patch.object(ops, "select", lambda *a, **k: Kernels), \
             mock.patch.object(ops, "check_carrier", lambda *a: None), mock.patch.object(ops, "must_compare", lambda *a: False), \
             mock.patch.object(ops, "make_carrier", lambda *a: NoExchange()), \
+            mock.patch.object(loop, "_intervals", BoundedCache(max_weight=256 << 20)), \
             mock.patch.object(rowwise, "_matmul", _matmul), mock.patch("ringflash.loss._matmul", _matmul), \
             mock.patch.object(rowwise, "_rms_norm", lambda x, weight, eps: _Norm.apply(x, weight)):
         yield
@@ -138,7 +141,7 @@ def peaks_of_step(cfg: Config, ring_size: int = 1, rank: int = 0, dtype: torch.d
                 del loss
                 live.reset_peak()
                 sum_gradients(parameters, None)
-                clip_gradients(parameters, gradient_norm(parameters) * 0 + 1e-9, cfg.optim.grad_clip)
+                clip_gradients(parameters, 1e9, cfg.optim.grad_clip)
                 optimizer.step()
                 found["optimizer"] = live.peak
         return found
