@@ -30,7 +30,6 @@ from ringflash.train.evaluation import Evaluation, evaluate
 from ringflash.train.loop import warm_up_kernel
 from ringflash.train.passkey import Recall, plot_recall, recall
 from ringflash.train.plots import plot_positions
-from ringflash.train.sharded import load_weights
 from ringflash.train.text import open_data
 from ringflash.train.trainer import Trainer
 from ringflash.train.world import connect, pick_device
@@ -55,13 +54,13 @@ def main(argv: list[str] | None = None) -> int:
         print(f"ringflash evaluate: {error}", file=sys.stderr, flush=True)
         return 2
     if is_worker:
-        return _under_torchrun(cfg, run, out)
+        return _under_torchrun(cfg, out)
     device_type = pick_device(cfg.run.device, 0).type
     if ranks == 1:
-        figures = figures_of(cfg, run / "weights.pt", torch.device(device_type))
+        figures = figures_of(cfg, torch.device(device_type))
     else:
         try:
-            figures = run_ranks(work, ranks, cfg, run / "weights.pt", device_type=device_type, timeout_s=_TIMEOUT_S,
+            figures = run_ranks(work, ranks, cfg, device_type=device_type, timeout_s=_TIMEOUT_S,
                                 name_of=lambda index: "the evaluation")[0]
         except RingFailure as failure:
             print(f"ringflash evaluate: {failure}", file=sys.stderr, flush=True)
@@ -86,9 +85,12 @@ def arguments(words: list[str]) -> tuple[Path, Path, list[str]]:
 
 
 def configuration(run: Path, overrides: list[str]) -> Config:
-    """The run's, with dotted overrides instead. OmegaConfBaseException for a key that does not exist or a value of another type."""
+    """The run's, with dotted overrides instead and its last weights as the first ones. OmegaConfBaseException for a key that does not
+    exist or a value of another type."""
     saved = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(run / ".hydra" / "config.yaml"))
-    return OmegaConf.to_object(OmegaConf.merge(saved, OmegaConf.from_dotlist(overrides)))
+    cfg = OmegaConf.to_object(OmegaConf.merge(saved, OmegaConf.from_dotlist(overrides)))
+    cfg.model.weights = str(run)
+    return cfg
 
 
 def num_ranks(cfg: Config) -> int:
@@ -98,32 +100,30 @@ def num_ranks(cfg: Config) -> int:
     return 1 if cfg.run.device == "cpu" else max(torch.cuda.device_count(), 1)
 
 
-def figures_of(cfg: Config, weights: Path, device: torch.device, world_size: int = 1, **join) -> tuple[Evaluation, Recall | None]:
+def figures_of(cfg: Config, device: torch.device, world_size: int = 1, **join) -> tuple[Evaluation, Recall | None]:
     """The work of one rank; the same on all."""
     dp, cp = parallel_degrees(cfg, world_size)
     warm_up_kernel(cfg, device)
     world = connect(dp, cp, device, timeout_s=cfg.parallel.timeout_s, ulysses=cfg.parallel.ulysses,
                     shard=shard_size(cfg.parallel, world_size), **join)
     trainer = Trainer(cfg, world, open_data(cfg))
-    # mmap: of a model that is sharded no rank reads all.
-    load_weights(trainer.model, torch.load(weights, map_location="cpu", mmap=True, weights_only=True))
     return evaluate(trainer), recall(trainer)
 
 
-def work(rank: Rank, cfg: Config, weights: Path) -> tuple[Evaluation, Recall | None]:
+def work(rank: Rank, cfg: Config) -> tuple[Evaluation, Recall | None]:
     """figures_of, in a process of run_ranks."""
     rank.at(0)
-    return figures_of(cfg, weights, rank.device, rank.num_processes)
+    return figures_of(cfg, rank.device, rank.num_processes)
 
 
-def _under_torchrun(cfg: Config, run: Path, out: Path) -> int:
+def _under_torchrun(cfg: Config, out: Path) -> int:
     from ringflash.train.startup import rendezvous
 
     device = pick_device(cfg.run.device, int(os.environ.get("LOCAL_RANK", "0")))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     store, rank, world_size = rendezvous(cfg.parallel.timeout_s)
-    figures = figures_of(cfg, run / "weights.pt", device, world_size, store=store, rank=rank)
+    figures = figures_of(cfg, device, world_size, store=store, rank=rank)
     if rank == 0:
         show(out, *figures)
     if torch.distributed.is_initialized():

@@ -17,10 +17,10 @@ class PasskeyConfig:
     lengths: list[int] = field(default_factory=list)  # tokens per sample; []: evaluation leaves the task out
     depths: int = 5  # places of the key, spread evenly from the start of the text to its end
     samples: int = 8  # per length and depth
-    key_tokens: int = 5
+    key_tokens: int = 5  # all different
     prompt: str = "The pass key is "  # before the key, where it is said and where it is asked for
     alphabet: str = "0123456789"  # of the key, a token for each
-    filler: str = "text"  # the rest: text, the run's own; or random, tokens that are in no prompt
+    filler: str = "text"  # the rest: text, the run's own; or random, tokens that are in no prompt and no key
     # Training packs texts of these lengths into a sample, as documents: short ones are learnt first, and carry over. []: a sample is
     # one text.
     packed: list[int] = field(default_factory=list)
@@ -57,6 +57,9 @@ def eval_problems(cfg) -> list[str]:
         problems.append("eval.passkey.prompt='': says nothing; e.g. eval.passkey.prompt='The pass key is '")
     if len(set(p.alphabet)) < 2:
         problems.append(f"eval.passkey.alphabet={p.alphabet!r}: a key is drawn from at least two characters, e.g. 0123456789")
+    elif p.key_tokens > len(set(p.alphabet)):
+        problems.append(f"eval.passkey.key_tokens={p.key_tokens}: a key's tokens are all different, and eval.passkey.alphabet has "
+                        f"{len(set(p.alphabet))}; nearest: {len(set(p.alphabet))}")
     if t.max_skipped < 1:
         problems.append(f"train.max_skipped={t.max_skipped}: must be at least 1; nearest: 1, or train.on_nonfinite=stop")
     return problems + _showing(t)

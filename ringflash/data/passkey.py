@@ -79,8 +79,8 @@ class PasskeyDataset(_Questions):
 
     filler      RandomFiller or TextFiller
     prompt      integers [m]: says that the key follows
-    alphabet    integers [a]: the tokens that keys are drawn from
-    key_tokens  of each key
+    alphabet    integers [a], all different: the tokens that keys are drawn from
+    key_tokens  of each key, at most a
     depths      places of the first key, 0 the start and 1 right before the question; sample n has depths[n % len]. None: any place
     everywhere  labels everywhere; else at the answer alone
     document_mask  batches carry cu_seqlens [0, seq_len]: a sample is one document
@@ -106,8 +106,8 @@ class PasskeyDataset(_Questions):
         return round(self.depths[sample % len(self.depths)] * self.num_filler)
 
     def key(self, sample: int) -> np.ndarray:
-        """int64 [key_tokens]."""
-        return self.alphabet[_draw(self.seed, sample, _KEY, np.arange(self.key_tokens), len(self.alphabet))]
+        """int64 [key_tokens], all different: one token says which comes next."""
+        return self.alphabet[np.argsort(_draw(self.seed, sample, _KEY, np.arange(len(self.alphabet)), 1 << 62))[:self.key_tokens]]
 
     def read(self, sample: int, positions: np.ndarray) -> np.ndarray:
         """As PackedDataset.read."""

@@ -114,6 +114,7 @@ def train(cfg: Config, world: World, data: Data, folder: Path | None, stop: Stop
     finally:
         recorder.close()
         traces.close(progress.step)
+    progress.time_s = time.perf_counter() - start
     summary = _summary(cfg, trainer, meter, progress)
     weights = full_state_dict(trainer.model) if cfg.run.save_weights and folder is not None else None
     if world.rank == 0 and folder is not None:

@@ -89,7 +89,7 @@ def passkey_samples(cfg: Config, sources: Sequence[Prepared], length: int, *, se
         raise ValueError(f"model.vocab_size={cfg.model.vocab_size}: the tokens of eval.passkey's prompt and alphabet need {num_ids}; "
                          f"nearest: {num_ids}")
     if p.filler == "random":
-        filler = RandomFiller(np.setdiff1d(np.arange(min(tokenizer.size, cfg.model.vocab_size)), [*prompt, tokenizer.start]), seed)
+        filler = RandomFiller(np.setdiff1d(np.arange(min(tokenizer.size, cfg.model.vocab_size)), [*prompt, *alphabet, tokenizer.start]), seed)
     else:
         splits = [source.corpus.train if is_training else source.corpus.heldout for source in sources]
         filler = TextFiller([split.tokens for split in splits], [split.content for split in splits], seed)
