@@ -106,7 +106,7 @@ def bench(job: Job, device: torch.device, say: Say) -> list[dict]:
     meter.memory()
     for step in range(job.steps):
         _synchronize(device)
-        dist.barrier()
+        most(0.0, world)                    # all ranks begin together
         start = time.perf_counter()
         result = trainer.train_step(step)
         _synchronize(device)

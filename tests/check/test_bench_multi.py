@@ -6,9 +6,12 @@ import math
 import pytest
 import torch
 
-from ringflash.launch import bench, bench_multi, bench_multi_check, bench_multi_ring, bench_multi_show, bench_multi_ulysses
+from ringflash.launch import (
+    bench, bench_multi, bench_multi_check, bench_multi_ring, bench_multi_show, bench_multi_train, bench_multi_ulysses)
 from ringflash.launch.bench_multi_timing import Timing
 from ringflash.launch.check_spawn import run_ranks
+from ringflash.planning.hardware import GPUS
+from ringflash.train.world import World
 from ringflash.work import Work
 
 PASSES = ("forward", "backward", "both")
@@ -155,3 +158,13 @@ def test_ring_ulysses_and_train_run_on_two_ranks():
     assert same["ok"] and same["loss"]["one_gpu"] > 1.0 and same["grad_norm"]["of_budget"] <= 1.0
     assert step["tokens"] == 128 and step["seconds"] > 0 and math.isfinite(step["loss"])
     assert bench_multi_show.table(records).count("\n") > 20
+
+
+@pytest.mark.parametrize("model, tokens, num_ranks", (("llama3_1b", 262_144, 2), ("llama3_8b", 1_048_576, 8)))
+def test_the_steps_of_large_models_have_a_prediction(model, tokens, num_ranks, monkeypatch):
+    job = with_train("--train-model", model, "--train-tokens", str(tokens), num_ranks=num_ranks).train
+    monkeypatch.setattr(bench_multi_train, "known_hardware", lambda device: GPUS["h200"])
+    world = World(rank=0, world_size=num_ranks, dp=1, cp=num_ranks, device=torch.device("cpu"))
+    found = bench_multi_train.prediction(job.cfg, world, "offload")
+    assert 0 < found["mfu"] < 1 and 0 < found["peak_gib"] < 140
+    assert math.isclose(sum(found["parts"].values()), found["seconds"])
