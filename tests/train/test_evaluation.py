@@ -2,6 +2,7 @@
 import numpy as np
 import pytest
 import torch
+from checkpoint_runs import StopAfter, figures, go, kept, rows
 from train_ranks import run_ranks, text, tiny, with_train
 
 from ringflash.kernels.intervals import accumulate_dtype
@@ -144,3 +145,13 @@ def test_rows_without_labels_and_no_rows_have_no_losses():
 def test_of_equal_logits_only_the_lowest_id_is_the_first_choice():
     scores = token_losses(torch.zeros(1, 3, 4), torch.ones(5, 4), torch.tensor([[0, 1, 4]]))
     assert scores.is_first.tolist() == [[True, False, False]]
+
+
+def test_an_evaluation_that_a_stop_came_before_is_made_up_for_after_the_resume_once(tmp_path):
+    cfg = kept(every=2)
+    go(cfg, single(), tmp_path / "plain")
+    # Told to stop after step 4, where an evaluation is due.
+    assert go(cfg, single(), tmp_path / "stopped", stop=StopAfter(4))[0] is None
+    assert [row["step"] for row in rows(tmp_path / "stopped", "eval")] == [2]
+    go(cfg, single(), tmp_path / "stopped")
+    assert figures(tmp_path / "stopped") == figures(tmp_path / "plain")
