@@ -57,7 +57,7 @@ def _ring(records: Sequence[dict]) -> str:
     rows = []
     for r in records:
         if r["failure"] is not None:
-            rows.append([r["rows"], r["layout"], r["candidate"], *["-"] * 11, r["failure"][:70]])
+            rows.append([r["rows"], r["layout"], r["candidate"], *["-"] * 12, r["failure"][:70]])
             continue
         note = [] if r["difference"] is None else [f"differs by {r['difference']:.1e}"]
         if "both_of_same_mask" in r:
@@ -65,9 +65,9 @@ def _ring(records: Sequence[dict]) -> str:
         rows.append([r["rows"], r["layout"], r["candidate"], r["kernel"], *(f"{r[f'{which}_ms']:.3f}" for which in PASSES),
                      *(f"{r[f'{which}_tflops']:.0f}" for which in PASSES),
                      *(f"{100 * r[f'{which}_of_one_gpu']:.1f}" for which in PASSES),
-                     r["samples"], "; ".join(note)])
+                     f"{r['host_ms']:.2f}", r["samples"], "; ".join(note)])
     return grid(["rows", "layout", "candidate", "kernel", "fwd ms", "bwd ms", "both ms", "fwd TFLOP/s", "bwd", "both",
-                 "fwd %", "bwd %", "both %", "samples", ""], rows)
+                 "fwd %", "bwd %", "both %", "host ms", "samples", ""], rows)
 
 
 def _ulysses(records: Sequence[dict]) -> str:
