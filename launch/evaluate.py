@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ringflash.config import Config, parallel_degrees, validate
 from ringflash.degrees import shard_size
 from ringflash.launch.check_spawn import Rank, RingFailure, run_ranks
+from ringflash.launch.train import check_world, num_workers, to_config
 from ringflash.train.evaluation import Evaluation, evaluate
 from ringflash.train.loop import warm_up_kernel
 from ringflash.train.passkey import Recall, plot_recall, recall
@@ -47,9 +48,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         run, out, overrides = arguments(argv)
         cfg = configuration(run, overrides)
-        ranks = int(os.environ["WORLD_SIZE"]) if is_worker else num_ranks(cfg)
+        ranks = int(os.environ["WORLD_SIZE"]) if is_worker else num_workers(cfg)
         validate(cfg, ranks)
-        open_data(cfg)
+        check_world(cfg, 1)
     except (ValueError, OSError, OmegaConfBaseException) as error:
         print(f"ringflash evaluate: {error}", file=sys.stderr, flush=True)
         return 2
@@ -87,17 +88,9 @@ def arguments(words: list[str]) -> tuple[Path, Path, list[str]]:
 def configuration(run: Path, overrides: list[str]) -> Config:
     """The run's, with dotted overrides instead and its last weights as the first ones. OmegaConfBaseException for a key that does not
     exist or a value of another type."""
-    saved = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(run / ".hydra" / "config.yaml"))
-    cfg = OmegaConf.to_object(OmegaConf.merge(saved, OmegaConf.from_dotlist(overrides)))
+    cfg = to_config(OmegaConf.merge(OmegaConf.load(run / ".hydra" / "config.yaml"), OmegaConf.from_dotlist(overrides)))
     cfg.model.weights = str(run)
     return cfg
-
-
-def num_ranks(cfg: Config) -> int:
-    """parallel.nproc, or one per GPU, or one on a CPU."""
-    if cfg.parallel.nproc is not None:
-        return cfg.parallel.nproc
-    return 1 if cfg.run.device == "cpu" else max(torch.cuda.device_count(), 1)
 
 
 def figures_of(cfg: Config, device: torch.device, world_size: int = 1, **join) -> tuple[Evaluation, Recall | None]:
