@@ -1,10 +1,11 @@
-"""Weights between a run of ours and a Hugging Face folder (config.json, *.safetensors) of a Llama or Qwen3 shape.
+"""Weights between a run and a Hugging Face folder (config.json, *.safetensors): Llama and Qwen3 shapes, and runs of model=hf.
 
     python launch/convert.py export outputs/run-... exported --dtype bf16      a run folder with weights.pt: to a Hugging Face folder
     python launch/convert.py import Qwen3-0.6B imported                        a Hugging Face folder: to weights.pt and model.yaml
 
 model.yaml is the run's `model` group (a file for configs/model), weights.pt the state of a Transformer of those sizes. Needs the
-safetensors package (pip install 'ringflash[hf]'). No tokenizer is written: a model trained on bytes has none of theirs.
+safetensors package (pip install 'ringflash[hf]'). A run of model=hf needs no import: model.weights names their folder. No tokenizer
+is written: a model trained on bytes has none of theirs.
 """
 from __future__ import annotations
 
@@ -60,10 +61,15 @@ def _export(args: argparse.Namespace) -> int:
         if not path.is_file():
             raise ValueError(f"{args.run}: no finished run; it has no {path.relative_to(args.run)}")
     cfg: Config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(saved)))
-    if cfg.model.hf is not None:
-        raise ValueError(f"{args.run}: model.hf={cfg.model.hf} is a model of transformers, whose weights have its own names already")
-    config = model_config(cfg)
     state = torch.load(weights, map_location="cpu", weights_only=True)
+    if cfg.model.hf is not None:
+        from ringflash.hf_config import read_config
+        from ringflash.model.hf_model import save_pretrained
+
+        if args.max_positions is not None:
+            raise ValueError(f"--max-positions: model.hf={cfg.model.hf} has a config.json of its own, which says it")
+        return save_pretrained(args.out, read_config(cfg.model.hf), state, DTYPES.get(args.dtype))
+    config = model_config(cfg)
     positions = cfg.data.seq_len if args.max_positions is None else args.max_positions
     save_huggingface(args.out, config, state, max_position_embeddings=positions, dtype=DTYPES.get(args.dtype))
     return _count(config, state)

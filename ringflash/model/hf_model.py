@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -98,15 +99,15 @@ def ours(theirs: str) -> str:
     return "head.weight" if theirs == "lm_head.weight" else theirs
 
 
-def save_pretrained(folder: str, hf_config: Any, state: dict[str, Tensor], dtype: torch.dtype | None = None) -> None:
+def save_pretrained(folder: str | os.PathLike, hf_config: Any, state: dict[str, Tensor], dtype: torch.dtype | None = None) -> int:
     """config.json and safetensors of a HuggingFaceModel's whole state_dict, by transformers itself; cast to dtype (None: as they
-    are). RuntimeError for a state that is not this config's."""
+    are). Returns the number of parameters. RuntimeError for a state that is not this config's."""
     model = _empty(hf_config)
-    model.to_empty(device="cpu")
     theirs = {"lm_head.weight" if name == "head.weight" else name: value for name, value in state.items()}
     model.load_state_dict(theirs, assign=True)
     model.tie_weights()
     (model if dtype is None else model.to(dtype)).save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _empty(hf_config: Any) -> nn.Module:

@@ -36,7 +36,8 @@ CASES = {
 }
 
 
-def run_config(folder, kind: str, changes: dict, *, dp: int = 1, cp: int = 1, shard: int = 1, weights=None, ulysses: int = 1, **train):
+def run_config(folder, kind: str, changes: dict, *, dp: int = 1, cp: int = 1, shard: int = 1, ulysses: int = 1, weights=None,
+               **train):
     """tiny() with a model of transformers instead of ours; two samples a step, whatever dp is."""
     path = folder / f"{kind}-{changes.get('tie_word_embeddings', False)}"
     if not path.exists():
@@ -136,6 +137,31 @@ def test_a_folder_of_safetensors_gives_the_first_weights_and_what_differs_is_ref
         check_folder(run_config(folder, "mistral", {}, weights=str(tmp_path / "theirs")))
     with pytest.raises(ValueError, match="neither weights.pt nor config.json"):
         check_folder(run_config(folder, "qwen3", {}, weights=str(tmp_path)))
+
+
+@pytest.mark.parametrize("kind, changes", [("qwen3", {}), ("gemma3_text", TIED)])
+def test_a_run_is_exported_to_a_folder_that_transformers_reads_and_training_begins_with(folder, tmp_path, kind, changes):
+    from omegaconf import OmegaConf
+
+    from ringflash.launch.convert import main
+
+    cfg = run_config(folder, kind, changes)
+    made = Trainer(cfg, single(CPU), text(cfg))
+    made.train_step(0)
+    written = dataclasses.replace(cfg, model=ModelConfig(hf=cfg.model.hf))  # as a run folder has it
+    (tmp_path / "run" / ".hydra").mkdir(parents=True)
+    OmegaConf.save(OmegaConf.structured(written), tmp_path / "run" / ".hydra" / "config.yaml")
+    torch.save(made.model.state_dict(), tmp_path / "run" / "weights.pt")
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    tokens = torch.arange(1, 20)[None]
+    hidden = made.model(tokens, torch.arange(19), layout=Layout("zigzag", 19, 1, layer_masks(cfg.attention)))
+    expected = (hidden @ made.model.head.weight.T).detach()
+    assert float((theirs(input_ids=tokens).logits.detach() - expected).abs().max()) < 1e-5 * float(expected.abs().max())
+    for source in ("out", "run"):
+        again = run_config(folder, kind, changes, weights=str(tmp_path / source))
+        state = Trainer(again, single(CPU), text(again)).model.state_dict()
+        assert all(torch.equal(value, state[name]) for name, value in made.model.state_dict().items()), source
 
 
 @pytest.mark.parametrize("change, told", [
