@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ringflash.config import Config, parallel_degrees, validate
 from ringflash.degrees import shard_size
 from ringflash.launch.check_spawn import Rank, RingFailure, run_ranks
-from ringflash.launch.train import check_world, num_workers, to_config
+from ringflash.launch.train import check_world, misspelt, num_workers, to_config
 from ringflash.train.evaluation import Evaluation, evaluate
 from ringflash.train.loop import warm_up_kernel
 from ringflash.train.passkey import Recall, plot_recall, recall
@@ -45,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         print(__doc__)
         return 0 if argv else 2
     is_worker = "RANK" in os.environ
+    overrides: list[str] = []
     try:
         run, out, overrides = arguments(argv)
         cfg = configuration(run, overrides)
@@ -52,7 +53,8 @@ def main(argv: list[str] | None = None) -> int:
         validate(cfg, ranks)
         check_world(cfg, 1)
     except (ValueError, OSError, OmegaConfBaseException) as error:
-        print(f"ringflash evaluate: {error}", file=sys.stderr, flush=True)
+        for line in (str(error).splitlines()[0] if isinstance(error, OmegaConfBaseException) else str(error), *misspelt(overrides)):
+            print(f"ringflash evaluate: {line}", file=sys.stderr, flush=True)
         return 2
     if is_worker:
         return _under_torchrun(cfg, out)
