@@ -3,13 +3,11 @@ import json
 import os
 import re
 import signal
-import socket
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
-from test_train_launch import MINI, SCRIPT, a_long_run, environment, launch, rows, run_folders
+from test_train_launch import MINI, a_long_run, launch, rows, run_folders
 
 from ringflash.launch.train import of_resumed_run
 from ringflash.train.stopping import StopRequest
@@ -36,24 +34,6 @@ def test_a_run_that_is_told_to_stop_saves_ends_with_0_and_goes_on_when_resumed(t
     assert re.search(r"changed: optim\.lr=0\.002 \(0\.006 there\); train\.steps=\d+ \(100000 there\)", done.stderr), done.stderr
     assert steps_of(folder) == list(range(1, step + 3)) and not (folder / "stopped.json").exists()
     assert run_folders(tmp_path) == [folder] and (folder / ".hydra-1" / "config.yaml").exists()
-
-
-def test_a_signal_to_one_rank_of_any_launcher_stops_all_with_0_after_the_same_step(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    ranks = [subprocess.Popen([*SCRIPT, *MINI, "train.steps=100000", "run.dir=mine"], cwd=tmp_path, stderr=subprocess.PIPE, text=True,
-                              env=environment(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
-                                              MASTER_PORT=port)) for rank in range(2)]
-    metrics, deadline = tmp_path / "mine" / "metrics.jsonl", time.monotonic() + 80.0
-    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    ranks[1].send_signal(signal.SIGTERM)
-    said = [rank.communicate(timeout=60.0)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], said
-    assert "stopped by SIGTERM, and saved" in said[0] and said[1] == ""
-    step = json.loads((tmp_path / "mine" / "stopped.json").read_text())["step"]
-    assert (tmp_path / "mine" / "checkpoints" / f"step-{step:08d}" / "manifest.json").exists()
 
 
 def test_a_rank_that_does_not_come_to_the_end_of_its_step_makes_the_others_leave_in_words(tmp_path):

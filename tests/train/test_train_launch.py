@@ -14,6 +14,7 @@ import torch
 from train_ranks import with_train
 
 from ringflash.config import Config
+from ringflash.launch.train import register_schema, to_config
 from ringflash.train.loop import train
 from ringflash.train.text import open_data
 from ringflash.train.world import single
@@ -35,7 +36,7 @@ def launch(cwd: Path, *overrides: str, timeout: float = 100.0, **env: str) -> su
     return subprocess.run([*SCRIPT, *overrides], cwd=cwd, env=environment(**env), capture_output=True, text=True, timeout=timeout)
 
 
-def own_launcher(cwd: Path, arguments: list[list[str]], delay_s: float = 0.0) -> list[subprocess.CompletedProcess]:
+def start_ranks(cwd: Path, arguments: list[list[str]], delay_s: float = 0.0) -> list[subprocess.Popen]:
     """The ranks as a launcher that is not torchrun starts them: one environment each, `delay_s` apart."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -47,11 +48,19 @@ def own_launcher(cwd: Path, arguments: list[list[str]], delay_s: float = 0.0) ->
         ranks.append(subprocess.Popen([*SCRIPT, *given], cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                       text=True))
         time.sleep(delay_s)
+    return ranks
+
+
+def ended(ranks: list[subprocess.Popen]) -> list[subprocess.CompletedProcess]:
     done = []
     for process in ranks:
         out, err = process.communicate(timeout=100.0)
         done.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
     return done
+
+
+def own_launcher(cwd: Path, arguments: list[list[str]]) -> list[subprocess.CompletedProcess]:
+    return ended(start_ranks(cwd, arguments))
 
 
 def run_folders(cwd: Path) -> list[Path]:
@@ -74,7 +83,7 @@ def test_a_plain_start_trains_on_two_ranks_and_leaves_one_folder_with_everything
     assert done.returncode == 0, done.stderr
     (folder,) = run_folders(cwd)
     names = {p.name for p in folder.iterdir()}
-    assert names == {".hydra", "metrics.jsonl", "summary.json", "loss.png", "weights.pt", "checkpoints"}
+    assert names == {".hydra", "metrics.jsonl", "summary.json", "loss.png", "loss_by_position.png", "speed.png", "weights.pt", "checkpoints"}
     assert {p.name for p in (folder / ".hydra").iterdir()} == {"config.yaml", "overrides.yaml", "hydra.yaml"}
     assert {p.name for p in cwd.iterdir()} == {"outputs"}, "nothing is written beside the run folder"
     assert "unigram entropy" in done.stdout and "heldout loss" in done.stdout
@@ -85,14 +94,15 @@ def test_metrics_hold_a_row_for_each_step_and_the_png_is_one(plain):
     (folder,) = run_folders(plain[0])
     train_rows = rows(folder, "train")
     assert [row["step"] for row in train_rows] == list(range(1, STEPS + 1))
-    assert set(train_rows[0]) == {"kind", "step", "loss", "lr", "grad_norm", "tokens", "valid_tokens", "tokens_per_s", "data_wait_ms",
-                                   "time_s"}
+    assert set(train_rows[0]) == {"kind", "step", "loss", "lr", "grad_norm", "tokens", "valid_tokens", "tokens_per_s",
+                                  "tokens_per_s_per_rank", "tflops_per_rank", "peak_memory_gib", "data_wait_ms", "pairs_imbalance",
+                                  "pairs_imbalance_in_order", "time_s"}
     assert [row["tokens"] for row in train_rows] == [2 * 129 * (i + 1) for i in range(STEPS)]
     assert all(0 < row["valid_tokens"] < 2 * 129 and row["tokens_per_s"] > 0 for row in train_rows)
     (evaluated,) = rows(folder, "eval")
     assert evaluated["step"] == STEPS and evaluated["heldout_loss"] > 0
     assert json.loads((folder / "summary.json").read_text())["heldout_loss"] == evaluated["heldout_loss"]
-    assert (folder / "loss.png").read_bytes().startswith(PNG)
+    assert all((folder / f"{name}.png").read_bytes().startswith(PNG) for name in ("loss", "loss_by_position", "speed"))
     weights = torch.load(folder / "weights.pt")
     assert all(torch.isfinite(tensor).all() for tensor in weights.values()) and "embedding.weight" in weights
 
@@ -119,28 +129,50 @@ def composed_of(folder: Path) -> Config:
     return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), loaded))
 
 
-def test_ranks_of_another_launcher_started_seconds_apart_share_one_folder(tmp_path):
-    done = own_launcher(tmp_path, [[*MINI, "train.steps=4"]] * 2, delay_s=2.0)
+def test_ranks_of_another_launcher_started_seconds_apart_share_one_folder_and_stop_together(tmp_path):
+    ranks = start_ranks(tmp_path, [[*MINI, "train.steps=100000"]] * 2, delay_s=2.0)
+    deadline = time.monotonic() + 80.0
+    while not any(f.stat().st_size for f in tmp_path.glob("outputs/mini-*/metrics.jsonl")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    ranks[1].send_signal(signal.SIGTERM)
+    done = ended(ranks)
     assert [rank.returncode for rank in done] == [0, 0], done[0].stderr + done[1].stderr
     (folder,) = run_folders(tmp_path)
-    assert len(rows(folder, "train")) == 4
-    assert "train.steps=4" in (folder / ".hydra" / "overrides.yaml").read_text()
+    assert "train.steps=100000" in (folder / ".hydra" / "overrides.yaml").read_text()
     assert str(folder) in done[0].stderr and done[1].stdout == done[1].stderr == "", "only rank 0 speaks"
+    # Told to one rank, learnt by both in the same step, which is saved.
+    assert "stopped by SIGTERM, and saved" in done[0].stderr
+    step = json.loads((folder / "stopped.json").read_text())["step"]
+    assert (folder / "checkpoints" / f"step-{step:08d}" / "manifest.json").exists()
 
 
-def test_a_sweep_runs_each_job_in_its_own_folder_and_goes_on_after_one_that_is_refused(tmp_path):
-    done = launch(tmp_path, *MINI, "train.steps=2", "optim.warmup_steps=0", "parallel.nproc=1", "-m", "train.seed=-1,0,1", timeout=110.0)
-    assert done.returncode == 1 and "train.seed=-1: must be at least 0" in done.stderr, done.stderr
-    (sweep,) = run_folders(tmp_path)
-    losses = [rows(sweep / job, "train")[0]["loss"] for job in ("1", "2")]
-    assert losses[0] != losses[1]
-    assert [composed_of(sweep / job).train.seed for job in ("1", "2")] == [0, 1]
-    results = [json.loads(line) for line in (sweep / "results.jsonl").read_text().splitlines()]
-    assert [(row["job"], row["exit_code"]) for row in results] == [("0", 2), ("1", 0), ("2", 0)]
-    assert [row["heldout_loss"] for row in results[1:]] == [rows(sweep / job, "eval")[0]["heldout_loss"] for job in ("1", "2")]
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    """Three jobs, of which the first is refused and the last diverges: (folder of the sweep, result)."""
+    cwd = tmp_path_factory.mktemp("sweep")
+    done = launch(cwd, *MINI, "train.steps=4", "optim=sgd", "optim.grad_clip=0", "optim.warmup_steps=0", "-m", "optim.lr=-1,0.1,1e30",
+                  timeout=110.0)
+    (folder,) = run_folders(cwd)
+    return folder, done
+
+
+def test_a_sweep_runs_each_job_in_its_own_folder_and_goes_on_after_one_that_is_refused(sweep):
+    folder, done = sweep
+    assert done.returncode == 1 and "optim.lr=-1.0: must be a finite number above 0" in done.stderr, done.stderr
+    assert [composed_of(folder / job).optim.lr for job in ("1", "2")] == [0.1, 1e30] and not list((folder / "0").iterdir())
+    results = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+    assert [(row["job"], row["exit_code"]) for row in results] == [("0", 2), ("1", 0), ("2", 1)]
+    (evaluated,) = rows(folder / "1", "eval")
+    assert [row["heldout_loss"] for row in results] == [None, evaluated["heldout_loss"], None]
     told = [line.split() for line in done.stdout.splitlines() if " job " in line]
-    assert [line[-1] for line in told][-1] == "train.seed=-1" and "train.steps=2" not in done.stdout
-    assert [float(line[0]) for line in told[:2]] == sorted(round(row["heldout_loss"], 4) for row in results[1:])
+    assert told[0] == [f"{evaluated['heldout_loss']:.4f}", "job", "1", "optim.lr=0.1"] and [line[0] for line in told[1:]] == ["failed"] * 2
+
+
+def test_a_run_that_diverges_ends_all_ranks_with_one_message_and_keeps_its_figures(sweep):
+    folder, done = sweep
+    assert done.stderr.count("ringflash train: step 2: the loss is ") == 1
+    assert [row["step"] for row in rows(folder / "2", "train")] == [1] and not (folder / "2" / "weights.pt").exists()
+    assert "failed (exit code 1), see" in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(("overrides", "said"), [
@@ -160,14 +192,6 @@ def test_what_cannot_run_is_refused_by_the_parent_with_one_clear_message(tmp_pat
     assert f"ringflash train: {said}" in done.stderr
     assert "Traceback" not in done.stderr
     assert not [p for p in tmp_path.glob("outputs/*") if p.name != "cache"], "no run folder for a run that cannot be"
-
-
-def test_a_run_that_diverges_ends_all_ranks_with_one_message_and_keeps_its_figures(tmp_path):
-    done = launch(tmp_path, *MINI, "optim=sgd", "optim.lr=1e30", "optim.grad_clip=0", "optim.warmup_steps=0")
-    assert done.returncode == 1
-    assert done.stderr.count("ringflash train: step 2: the loss is ") == 1
-    (folder,) = run_folders(tmp_path)
-    assert [row["step"] for row in rows(folder, "train")] == [1] and not (folder / "weights.pt").exists()
 
 
 def test_under_a_launcher_a_missing_file_ends_all_ranks_with_one_message(tmp_path):
@@ -237,9 +261,12 @@ def test_a_signal_to_the_launcher_alone_reaches_the_ranks_which_say_where_they_s
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
 
 
-def test_seeds_differ_and_repeat(tmp_path, plain):
-    cfg = with_train(composed_of(run_folders(plain[0])[0]), steps=4)
-    cfg.data.cache_dir = str(tmp_path)
+def test_seeds_differ_and_repeat(tmp_path):
+    from hydra import compose, initialize_config_module
+
+    register_schema()
+    with initialize_config_module("ringflash.configs", version_base="1.3"):
+        cfg = to_config(compose("train", overrides=[*MINI, "train.steps=4", f"data.cache_dir={tmp_path}"]))
     first, again = (train(cfg, single(), open_data(cfg), None)["first_loss"] for _ in range(2))
     other = with_train(cfg, seed=5)
     assert first == again != train(other, single(), open_data(other), None)["first_loss"]
