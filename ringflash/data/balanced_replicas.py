@@ -7,10 +7,10 @@ import numpy as np
 def deal(costs: np.ndarray, dp: int) -> np.ndarray:
     """int64 [num_micro_batches, dp]: which of the step's samples each replica has in each of its micro-batches.
 
-    costs [num_micro_batches * dp]: of the samples, any numbers. Longest processing time first (Graham 1969), every replica with the
-    same number of samples: the costliest dp samples are the first micro-batch, so that its replicas, which wait for each other
-    where weights are sharded, have about the same to do; within a micro-batch the costliest goes to the replica that has had the
-    least so far. The same on all ranks: ties go to the lower number.
+    costs [num_micro_batches * dp]: of the samples, any numbers. Longest processing time first (Graham 1969), every replica with
+    the same number of samples: the costliest dp samples are the first micro-batch, so that its replicas, which wait for each
+    other where weights are sharded, have about the same to do; within a micro-batch the costliest goes to the replica that has
+    had the least so far. The same on all ranks: ties go to the lower number.
     """
     by_cost = np.argsort(-np.asarray(costs), kind="stable").reshape(-1, dp)
     order = np.empty_like(by_cost)

@@ -94,7 +94,7 @@ def run(cfg: Config, data: Data, *, device: torch.device, group: dist.ProcessGro
 
 def compare(got: Mapping[str, Tensor], one_rank: Mapping[str, Tensor], want: Mapping[str, Tensor], world: World,
             dtype: torch.dtype) -> tuple[Row, ...]:
-    """What _step found on the ranks of world, and on one rank in dtype, both against one rank in fp32; the same rows on all ranks."""
+    """What _step found on the ranks of world, and on one rank in dtype, both against one rank in fp32; the same on all ranks."""
     figures = torch.stack([_figures(got[name], one_rank[name], reference, world) for name, reference in want.items()])
     if world.group is not None:
         # The worst rank counts: weights that drift apart between ranks show here. A NaN must win over any number.

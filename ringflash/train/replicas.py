@@ -15,8 +15,8 @@ from ringflash.work import Work
 
 @dataclass(frozen=True)
 class Dealt:
-    """micro_batches[micro][dp_rank]: the numbers of the samples. imbalance: of the allowed pairs, what the costliest replica of each
-    micro-batch has over what the mean one has; in_order: the same if consecutive samples had been dealt."""
+    """micro_batches[micro][dp_rank]: the numbers of the samples. imbalance: of the allowed pairs, what the costliest replica of
+    each micro-batch has over what the mean one has; in_order: the same if consecutive samples had been dealt."""
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
     imbalance: float = 1.0
@@ -28,8 +28,8 @@ class Replicas:
 
     def __init__(self, train: Samples, masks: Sequence[Mask], dp: int, num_micro_batches: int):
         self.train, self.dp, self.num_micro_batches = train, dp, num_micro_batches
-        # Pairs of a document by its length. Masks are causal and count positions within documents: the first rows of a long document
-        # see what those of a short one see.
+        # Pairs of a document by its length. Masks are causal and count positions within documents: the first rows of a long
+        # document see what those of a short one see.
         self._pairs = Work(masks, train.seq_len).prefix if dp > 1 and train.document_mask else None
 
     def deal(self, first: int) -> Dealt:

@@ -16,11 +16,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 
-def build_sharded(build: Callable[[], nn.Module], mesh: DeviceMesh, device: torch.device, dtype: torch.dtype, seed: int) -> nn.Module:
-    """The model that build() makes, sharded over the last axis of mesh (and equal along its first, if it has two), with the weights
-    that it has unsharded. It never exists whole: build() runs on the meta device, and the weights are made one at a time.
+def build_sharded(build: Callable[[], nn.Module], mesh: DeviceMesh, device: torch.device, dtype: torch.dtype,
+                  seed: int) -> nn.Module:
+    """The model that build() makes, sharded over the last axis of mesh (and equal along its first, if it has two), with the
+    weights that it has unsharded. It never exists whole: build() runs on the meta device, weights are made one at a time.
 
-    dtype: in which the layers compute. The model has `blocks` (its layers), may have `head` (a module), and init_weights(seed, write).
+    dtype: in which the layers compute. The model has `blocks` (its layers) and init_weights(seed, write), and may have `head`.
     """
     with torch.device("meta"):
         model = build()
@@ -87,7 +88,7 @@ def write_shard(parameter: Tensor, value: Tensor) -> None:
 
 
 def load_full_state_dict(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Weights as full_state_dict has them into a model, sharded or not. Raises RuntimeError for names or shapes of another model."""
+    """Weights as full_state_dict has them into a model, sharded or not. RuntimeError for names or shapes of another model."""
     found = dict(model.named_parameters(remove_duplicate=False))
     wrong = sorted(found.keys() ^ weights.keys()) or [name for name in found if found[name].shape != weights[name].shape]
     if wrong:
@@ -104,8 +105,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def full_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
-    """The model's state_dict in CPU memory (its own, where a parameter is there and whole) on rank 0, None on the others. All ranks
-    call this together; on the device there is one whole parameter at a time."""
+    """The model's state_dict in CPU memory (its own, where a parameter is there and whole) on rank 0, None on the others. All
+    ranks call this together; on the device there is one whole parameter at a time."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     gathered: dict[int, Tensor | None] = {}
     state = {}

@@ -17,9 +17,9 @@ from ringflash.ring import watchdog
 class World:
     """Where this rank stands. cp is the inner axis: the ranks of a ring follow each other, so a ring stays inside a host.
 
-    The groups are None in a world of one rank, and cp_group is None for rings of one rank: such a ring has no messages. The cp ranks
-    are a ring of cp / ulysses places, each held by `ulysses` ranks. shard_mesh: its last axis are the ranks that share one copy of
-    the weights; None where each rank has a copy.
+    The groups are None in a world of one rank, and cp_group is None for rings of one rank: such a ring has no messages. The cp
+    ranks are a ring of cp / ulysses places, each held by `ulysses` ranks. shard_mesh: its last axis are the ranks that share one
+    copy of the weights; None where each rank has a copy.
     """
 
     rank: int
@@ -101,7 +101,8 @@ def connect(dp: int, cp: int, device: torch.device, *, timeout_s: float, store: 
     world = World(rank=dist.get_rank(), world_size=world_size, dp=dp, cp=cp, device=device, mesh=mesh, ulysses=ulysses,
                   shard_mesh=shard_mesh)
     # A first point-to-point batch that only some ranks join is undefined: a collective on each group comes before it.
-    for group in (world.group, world.dp_group, *ranks_of(world.cp_group).groups, *(shard_mesh.get_all_groups() if shard_mesh else ())):
+    sharing = shard_mesh.get_all_groups() if shard_mesh is not None else []
+    for group in (world.group, world.dp_group, *ranks_of(world.cp_group).groups, *sharing):
         if group is not None:
             dist.all_reduce(torch.zeros(1, device=device), group=group)
     return world

@@ -105,7 +105,8 @@ def body(rank: int, world_size: int, folder: str) -> dict:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return check_ranks(body, RANKS, str(tmp_path_factory.mktemp("sharded")), backend="nccl", timeout_s=500.0, group_timeout_s=120.0)
+    folder = str(tmp_path_factory.mktemp("sharded"))
+    return check_ranks(body, RANKS, folder, backend="nccl", timeout_s=500.0, group_timeout_s=120.0)
 
 
 def test_one_sgd_step_is_that_of_one_rank_in_fp32_and_bf16(ranks):

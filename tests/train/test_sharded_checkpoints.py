@@ -1,4 +1,4 @@
-"""A run with sharded weights that was stopped and goes on: to the bit on the same ranks, within rounding on others, sharded or not."""
+"""A run with sharded weights that was stopped goes on: to the bit on the same ranks, within rounding on others, sharded or not."""
 import dataclasses
 import functools
 import shutil
@@ -99,5 +99,5 @@ def assert_same_within_rounding(folder: Path, plain: Path) -> None:
     assert [r["loss"] for r in got] == pytest.approx([r["loss"] for r in want], rel=2e-5)
     reference = weights(plain)
     for name, weight in weights(folder).items():
-        # Adam divides by the root of tiny second moments, which magnifies rounding: a hundredth of the rate, of three steps' 0.03.
+        # Adam divides by the root of tiny second moments, which magnifies rounding: a hundredth of the rate.
         torch.testing.assert_close(weight, reference[name], rtol=0, atol=1e-4)
