@@ -27,6 +27,10 @@ class Meter:
         self.matmul_parameters = matmul_parameters(trainer.model)
         self.heads = {"num_heads": cfg.model.num_heads, "head_dim": cfg.model.head_dim or cfg.model.dim // cfg.model.num_heads}
         self.peak, self.convention = peak_of(trainer.dtype, self.world.device)
+        # Of the stacked weights of experts a token meets a few, which the model alone knows.
+        self.is_counted = all(parameter.ndim <= 2 for parameter in trainer.parameters)
+        if not self.is_counted:
+            self.peak, self.convention = None, "no MFU: a token does not meet all weights of a mixture of experts"
         self.flops = 0  # of the steps seen here, all ranks
         self.seconds = 0.0
         self.peak_bytes = 0
@@ -39,7 +43,7 @@ class Meter:
         return step_flops(self.matmul_parameters, count * self.train.seq_len, layer_pairs=pairs, **self.heads)
 
     def row(self, step: int, step_s: float) -> dict:
-        """{tflops_per_rank, mfu (where the peak is known), peak_memory_gib} of optimizer step `step` (from 0), which took step_s."""
+        """{tflops_per_rank (not of experts), mfu (where the peak is known), peak_memory_gib} of optimizer step `step` (from 0), which took step_s."""
         flops = self.step_flops(step)
         self.flops, self.seconds = self.flops + flops, self.seconds + step_s
         return self._rate(flops, step_s) | {"peak_memory_gib": self.memory() / 2**30}
@@ -51,6 +55,8 @@ class Meter:
         return peak
 
     def _rate(self, flops: int, seconds: float) -> dict:
+        if not self.is_counted:
+            return {}
         tflops = flops / seconds / self.world.world_size / 1e12
         return {"tflops_per_rank": tflops} | ({} if self.peak is None else {"mfu": tflops / self.peak})
 

@@ -98,6 +98,14 @@ def test_a_meter_counts_the_documents_of_the_steps_own_samples():
     assert "MFU" in in_short(row | {"loss": 1.0, "grad_norm": 1.0, "tokens_per_s": 9.0, "tokens_per_s_per_rank": 9.0, "data_wait_ms": 0})
 
 
+def test_of_a_mixture_of_experts_no_flops_are_claimed():
+    cfg = config()
+    made = Trainer(cfg, single(), text(cfg))
+    made.parameters.append(torch.nn.Parameter(torch.zeros(4, 2, 2)))
+    meter = Meter(made)
+    assert meter.row(0, 1.0).keys() == {"peak_memory_gib"} and "mixture of experts" in meter.summary()["mfu_convention"]
+
+
 def test_a_run_shows_its_figures_in_metrics_summary_and_plots_and_says_why_there_is_no_mfu(tmp_path, capsys):
     cfg = config()
     summary = train(cfg, single(), text(cfg), tmp_path)
