@@ -2,6 +2,7 @@
 
 transformers asks the registered mask function what the layers of a kind see, and hands the answer to them. Ours answers with a
 Mask, never with a tensor of rows x keys: what a layer gets is what the model asked for, and all that is no Mask is refused.
+Note [Models of transformers] in DESIGN.md.
 """
 from __future__ import annotations
 
