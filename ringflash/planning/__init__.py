@@ -1,1 +1,4 @@
-"""What a training step costs, before it runs: memory by part, FLOPs, bytes and seconds (`ringflash plan`, launch/plan.py)."""
+"""What a training step takes, before it runs: memory by part, FLOPs, bytes and seconds (`ringflash plan`, launch/plan.py).
+
+Note [Memory and time model] in DESIGN.md.
+"""

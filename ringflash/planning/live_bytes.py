@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 _INSIDE = ("ringflash::attention_forward", "ringflash::attention_backward")
 
@@ -44,7 +43,9 @@ class LiveBytes(TorchDispatchMode):
             with self:
                 return op._init_fn(*args, **kwargs)
         out = func(*args, **kwargs)
-        tree_map_only(Tensor, self._note, out)
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, Tensor):
+                self._note(tensor)
         return out
 
     def _note(self, tensor: Tensor) -> None:

@@ -118,7 +118,7 @@ class _Fixed:
         """All gradients, and the larger of what adding them over ranks copies and what AdamW makes of lists of tensors."""
         job, sizes = self.job, self.job.sizes
         own = sizes.total / job.shard
-        flat = max(FP32 * sizes.head, _BUCKET_BYTES) if job.shard == 1 < job.num_gpus else 0
+        flat = max(FP32 * sizes.head, min(_BUCKET_BYTES, FP32 * own)) if job.shard == 1 < job.num_gpus else 0
         more = FP32 * own if job.cfg.optim.name == "adamw" else 0.0
         if job.cfg.optim.offload:
             # Moments pass through three buffers of both (train/optimizer_offload.py).

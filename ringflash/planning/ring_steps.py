@@ -5,7 +5,7 @@ From the plans themselves (ringflash/ring/plan.py), and for large rings of a den
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -19,7 +19,8 @@ from ringflash.ring.rotate import Heads, choose
 from ringflash.ring.signals import landing_of
 
 MAX_PLANNED_RING = 64  # plans of larger rings take seconds to minutes
-_CLOSED_ROWS = 1024  # per rank, from which the closed form of a dense causal zigzag ring is its plan within a thousandth
+_CLOSED_FROM = 17  # places from which the closed form of a dense causal zigzag ring stands in for its plan
+_SCALED_ROWS = 1024  # rows per place of the plan that stands for longer ones of the same dense causal mask: pairs within a thousandth
 _SELDOM = 1e-9
 PASSES = ("forward", "backward")
 WORK = {"forward": 1.0, "backward": 2.5}  # FLOPs, in units of a forward's
@@ -33,6 +34,9 @@ class Buffers:
     own: Mapping[str, float]
     received: Mapping[str, float]
     landing: Mapping[str, float]
+
+    def scaled(self, factor: float) -> Buffers:
+        return Buffers(*({kind: rows * factor for kind, rows in each.items()} for each in (self.own, self.received, self.landing)))
 
     @staticmethod
     def bytes_of(rows: Mapping[str, float], heads: Heads) -> float:
@@ -51,6 +55,11 @@ class Loads:
     sent: dict[str, tuple[np.ndarray, np.ndarray]]
     rotates: str
     buffers: Buffers
+
+    def scaled(self, factor: float) -> Loads:
+        """Of `factor` times as many rows."""
+        sent = {kind: (inside * factor, across * factor) for kind, (inside, across) in self.sent.items()}
+        return replace(self, pairs=self.pairs * factor**2, sent=sent, buffers=self.buffers.scaled(factor))
 
 
 @dataclass(frozen=True)
@@ -107,15 +116,28 @@ def ring_loads(mask: Mask, masks: Sequence[Mask], layout: str, seq_len: int, rin
 
     Raises ValueError for a ring of more than 64 places whose mask or layout has no closed form.
     """
-    closed = is_dense_causal(mask) and len(set(masks)) == 1 and layout in ("zigzag", "auto") and routing in ("auto", "ring")
-    if closed and (seq_len >= _CLOSED_ROWS * ring or ring > MAX_PLANNED_RING):
+    is_dense = is_dense_causal(mask) and len(set(masks)) == 1
+    if is_dense and layout in ("zigzag", "auto") and routing in ("auto", "ring") and ring >= _CLOSED_FROM:
         return _closed(seq_len, ring, heads, degree, ranks_per_host, rotate)
+    if is_dense and ring <= MAX_PLANNED_RING and seq_len > _SCALED_ROWS * ring:
+        factor = seq_len / (_SCALED_ROWS * ring)
+        found = _planned(mask, layout, _SCALED_ROWS * ring, ring, heads, degree, ranks_per_host, routing, rotate)
+        return {pass_: loads.scaled(factor) for pass_, loads in found.items()}
     if ring > MAX_PLANNED_RING:
         raise ValueError(f"a ring of {ring}: with this mask and layout it is planned up to {MAX_PLANNED_RING} places; nearest: "
                          f"{MAX_PLANNED_RING} (with parallel.ulysses), or a dense causal mask on zigzag")
-    key = tuple(masks)
-    made = Layout(layout, seq_len, ring, key, degree)
-    plan = build_plan(mask, made, routing=routing)
+    return _made(mask, tuple(masks), layout, seq_len, ring, heads, degree, ranks_per_host, routing, rotate)
+
+
+@lru_cache(maxsize=1024)
+def _planned(mask: Mask, layout: str, seq_len: int, ring: int, heads: Heads, degree: int, ranks_per_host: int, routing: str,
+             rotate: str) -> dict[str, Loads]:
+    return _made(mask, (mask,), layout, seq_len, ring, heads, degree, ranks_per_host, routing, rotate)
+
+
+def _made(mask: Mask, masks: tuple[Mask, ...], layout: str, seq_len: int, ring: int, heads: Heads, degree: int, ranks_per_host: int,
+          routing: str, rotate: str) -> dict[str, Loads]:
+    plan = build_plan(mask, Layout(layout, seq_len, ring, masks, degree), routing=routing)
     back = choose(plan, heads, rotate).plan
     return {"forward": _loads(plan, "forward", degree, ranks_per_host), "backward": _loads(back, "backward", degree, ranks_per_host)}
 
@@ -191,7 +213,7 @@ def _closed(seq_len: int, ring: int, heads: Heads, degree: int, ranks_per_host: 
     rotates = rotate if rotate != "auto" else min(("kv", "q"), key=lambda side: row_bytes[side] + row_bytes["d" + side])
     found = {}
     for pass_ in PASSES:
-        is_late = pass_ == "backward" and ring > 1  # Note [A kernel for the last hop]
+        is_late = pass_ == "backward"  # Note [A kernel for the last hop]
         num_steps = ring + is_late
         pairs, visits = np.full((num_steps, 2), rows * rows / 2), np.ones((num_steps, 2))
         if is_late:
@@ -205,15 +227,16 @@ def _closed(seq_len: int, ring: int, heads: Heads, degree: int, ranks_per_host: 
         sent = {}
         for kind in sides:
             hops = np.zeros(num_steps)
-            hops[2:ring + 1] = rows if kind.startswith("d") else 0.0
-            if not kind.startswith("d"):
+            if kind.startswith("d"):
+                hops[2:ring + 1] = rows
+                hops[2:ring // 2 + 1] *= 1.5  # what passes, and what comes home
+            else:
                 hops[:ring - 1] = rows
             sent[kind] = (np.stack((hops * within, hops * within * (1 - between)), axis=1),
                           np.stack((hops * (1 - within), hops * between), axis=1))
-        held = rows if ring > 1 else 0.0
-        own, received, landing = ({side: each * held for side, each in zip(sides, counts)}
+        own, received, landing = ({side: each * rows for side, each in zip(sides, counts)}
                                   for counts in ((1.0, 2.0), (2.0, 2.5), (2.0, 3.0)))
-        found[pass_] = Loads(pairs, visits, sent, rotates, Buffers(own, received, landing))
+        found[pass_] = Loads(pairs, visits, sent, rotates if is_late else "kv", Buffers(own, received, landing))
     return found
 
 
