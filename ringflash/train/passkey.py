@@ -65,6 +65,7 @@ def plot_recall(path: Path, recall: Recall) -> None:
     """A heat map as a PNG: lengths across, depths down."""
     def paint(axes) -> None:
         shares = np.array(recall.keys).T
+        axes.grid(False)
         image = axes.imshow(shares, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
         axes.set_xticks(range(shares.shape[1]), [f"{length:,}" for length in recall.lengths])
         axes.set_yticks(range(shares.shape[0]), [f"{depth:.2f}" for depth in recall.depths])

@@ -8,16 +8,16 @@ NAN = float("nan")
 
 
 def draw(path: Path, paint: Callable, *, rows: int = 1, size: tuple[float, float] = (7, 4)) -> None:
-    """paint(axes) on a fresh figure (rows > 1: a list of axes with one x axis), written to path."""
+    """paint(axes) on a fresh figure with a grid (rows > 1: a list of axes with one x axis), written to path."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(rows, figsize=size, dpi=120, sharex=True)
-    paint(axes)
     for each in axes if rows > 1 else (axes,):
         each.grid(alpha=0.3)
+    paint(axes)
     figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)
