@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import triton_dq
 from .gluon_shim import describe
+from .hopper_backward_items import key_items
 from .hopper_backward_kernel import backward_kernel
 from .hopper_backward_prepare import prepare
 from .intervals import Intervals
@@ -70,7 +71,7 @@ def backward(
 ) -> None:
     """This visit's share of dq, dk, dv. Not accumulating: every row is written and nothing is read. Rows whose lse is -inf give
     nothing. deterministic: the same bits from run to run, with a query-stationary kernel for dq. Otherwise dq is the sum of fp32
-    additions in any order, and so are some rows of dk and dv where all keys see the same queries."""
+    additions in any order, and so are those rows of dk and dv that several programs add to (`key_items`)."""
     if 0 in q.shape or 0 in k.shape or intervals.is_empty:
         write_no_gradient(dq, dk, dv, accumulate_dq, accumulate_dkv)
         return
@@ -138,39 +139,36 @@ def backward_launch(
 ) -> tuple[tuple[int], dict[str, Any], dict[str, int]]:
     """(grid, kernel arguments, options) of `backward_kernel`. Zeroes the rows of dk and dv that several programs add to. Shapes
     as `backward`, all describable."""
-    batch, num_q, num_heads, head_dim = q.shape
+    batch, _, num_heads, head_dim = q.shape
     num_k, num_kv_heads = k.shape[1], k.shape[2]
     capped = softcap > 0
     folded = _folded(q.dtype)
     block_m, half = variant.block_m, KEYS // 2
     dq_block = (1, block_m // 2, 1, head_dim) if variant.by_rows else (1, block_m, 1, head_dim // 2)
     num_kv_total = batch * num_kv_heads
-    num_tiles, section = -(-num_k // KEYS), _section(q, num_kv_total)
-    num_whole, parts = (num_tiles * num_kv_total, 1) if dq is None else _shares(intervals, num_tiles * num_kv_total, sms)
-    if parts > 1 and not accumulate:
-        # what several programs add to has to hold something: the rows of the tiles that are cut
-        in_last = num_whole - (num_kv_total - 1) // section * section * num_tiles
-        first_rank = max(0, in_last) // (num_kv_total - (num_kv_total - 1) // section * section)
+    items, shared = key_items(intervals, block_m, KEYS, num_heads // num_kv_heads, num_kv_total, sms, cut=dq is not None,
+                              accumulate=accumulate)
+    if shared is not None and not accumulate:
         for x in (dk, dv):
-            x[:, first_rank * KEYS:].zero_()
+            x[:, slice(*shared)].zero_()  # what several programs add to has to hold something
     arguments = dict(
         q=describe(q, (1, block_m, 1, head_dim)), k=describe(k, (1, KEYS, 1, head_dim)), v=describe(v, (1, KEYS, 1, head_dim)),
-        dout=describe(dout, (1, block_m, 1, head_dim)), row_lse=describe(row_lse, (1, block_m), False), row_delta=describe(row_delta, (1, block_m), False),
+        dout=describe(dout, (1, block_m, 1, head_dim)),
+        row_lse=describe(row_lse, (1, block_m), False), row_delta=describe(row_delta, (1, block_m), False),
         dq=describe(dk, (1, half, 1, head_dim)) if dq is None else describe(dq, dq_block),
         dk=describe(dk, (1, half, 1, head_dim)), dv=describe(dv, (1, half, 1, head_dim)),
-        q_lo=intervals.q_lo, q_hi=intervals.q_hi,
+        q_lo=intervals.q_lo, q_hi=intervals.q_hi, items=items,
         exponent_scale=softmax_scale / softcap if capped else softmax_scale * math.log2(math.e),
         dq_scale=1.0 if folded else softmax_scale, dk_scale=float(dk_sign) * (1.0 if folded else softmax_scale),
         dv_scale=1.0 / softmax_scale if folded else 1.0, softcap=float(softcap),
-        num_q=num_q, num_k=num_k, num_heads=num_heads, group=num_heads // num_kv_heads, num_kv_total=num_kv_total,
-        section=section, num_whole=num_whole, parts=parts, accumulate=int(accumulate),
+        num_k=num_k, num_heads=num_heads, group=num_heads // num_kv_heads, num_kv_total=num_kv_total,
+        section=_section(q, num_kv_total), num_items=items.shape[0],
         D=head_dim, BM=block_m, HALF=half, BY_ROWS=variant.by_rows, INIT_DP=variant.init_dp,
         # a cap keeps its slope beside p: only so do the registers suffice
         PACKED=variant.packed or capped, LATE=variant.late or capped, CAPPED=capped, FOLDED=folded, WITH_DQ=dq is not None,
         CONSUMER_REGS=variant.consumer_regs, OTHER_REGS=variant.other_regs,
     )
-    grid = num_whole + (num_tiles * num_kv_total - num_whole) * parts
-    return (grid,), arguments, {"num_warps": 4, "maxnreg": 168}
+    return (items.shape[0] * num_kv_total,), arguments, {"num_warps": 4, "maxnreg": 168}
 
 
 def _folded(dtype: torch.dtype) -> bool:
@@ -183,25 +181,3 @@ def _section(q: Tensor, num_kv_total: int) -> int:
     """kv heads (of num_kv_total, over all batches) whose queries take about SECTION_BYTES (q and dout) together; at least 1."""
     per_head = 2 * q.shape[0] * q.shape[1] * q.shape[2] * q.shape[3] * q.element_size() // num_kv_total
     return max(1, min(num_kv_total, SECTION_BYTES // per_head))
-
-
-def _all_alike(intervals: Intervals) -> bool:
-    """Whether all keys are seen by the same queries; kept with the intervals."""
-    key = ("hopper", "all alike")
-    if key not in intervals.cache:
-        intervals.cache[key] = all(int(end[0]) == int(end[-1]) for end in (intervals.host_q_lo, intervals.host_q_hi))
-    return intervals.cache[key]
-
-
-def _shares(intervals: Intervals, tiles: int, sms: int) -> tuple[int, int]:
-    """(key tiles that one program computes whole, programs for each of the others).
-
-    Where all key tiles have the same work (their keys see the same queries), the last wave leaves SMs idle: its tiles are cut
-    along the queries, at most eight times. Under a causal mask the short tiles come last and do that by themselves.
-    """
-    rest = tiles % sms
-    if rest == 0 or not _all_alike(intervals):
-        return tiles, 1
-    # a share costs its prologue and a second addition to dk and dv: about a 64th of a long tile
-    parts = min((1, 2, 4, 8), key=lambda n: -(-rest * n // sms) * (1 / n + 1 / 64))
-    return (tiles - rest, parts) if parts > 1 else (tiles, 1)

@@ -5,7 +5,7 @@ from .gluon_shim import fence_async_shared, gl, gluon, mbarrier
 from .hopper_backward_consumer import consumer
 from .hopper_backward_walk import producer, reducer, section_of, walk_of
 
-_COUNTS = ["num_q", "num_k", "num_heads", "group", "num_kv_total", "section", "num_whole", "parts", "accumulate"]
+_COUNTS = ["num_k", "num_heads", "group", "num_kv_total", "section", "num_items"]
 
 
 @gluon.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=["q_lo", "q_hi"])
@@ -21,17 +21,16 @@ def backward_kernel(
     dv,  # OUT / INOUT descriptor of [B, Sk, Hkv, D] fp32, blocks of HALF rows
     q_lo,  # IN    [Sk] int32, non-decreasing
     q_hi,  # IN    [Sk] int32, non-decreasing
+    items,  # IN    [num_items, 8] int32, see `key_items`
     exponent_scale,  # softmax_scale * log2(e); CAPPED: softmax_scale / softcap
     dq_scale, dk_scale, dv_scale,  # what remains to be multiplied; dq's is 1 when FOLDED
     softcap,
-    num_q, num_k,
+    num_k,
     num_heads,  # Hq
     group,  # Hq / Hkv
     num_kv_total,  # B * Hkv
     section,  # kv heads walked together
-    num_whole,  # programs from here on are one of `parts` shares of a key tile, and add to dk, dv
-    parts,
-    accumulate,  # 1: add to dk, dv; 0: write them
+    num_items,  # per kv head
     D: gl.constexpr, BM: gl.constexpr, HALF: gl.constexpr,
     BY_ROWS: gl.constexpr,  # dq of a step: each consumer takes half its rows, else half its columns
     PACKED: gl.constexpr,  # ds is made from p in 16 bits
@@ -44,17 +43,14 @@ def backward_kernel(
 ):
     BN: gl.constexpr = 2 * HALF
     STAGES: gl.constexpr = 2
-    index = gl.program_id(0)
-    cut = index >= num_whole
-    part = gl.where(cut, (index - num_whole) % parts, 0)
-    index = gl.where(cut, num_whole + (index - num_whole) // parts, index)
-    rank, head_b = section_of(index, (num_k + BN - 1) // BN, num_kv_total, section)
-    adds = cut | (accumulate != 0)
+    rank, head_b = section_of(gl.program_id(0), num_items, num_kv_total, section)
+    record = items + rank * 8
+    adds = gl.load(record + 6)
     num_kv_heads = num_heads // group
     batch = head_b // num_kv_heads
     kv_head = head_b - batch * num_kv_heads
-    col0 = rank * BN
-    walk, num_steps = walk_of(q_lo, q_hi, col0, num_q, num_k, rank, group, part, gl.where(cut, parts, 1), BM, BN)
+    col0 = gl.load(record)
+    walk, num_steps = walk_of(record, group, BM)
 
     DQ_ROWS: gl.constexpr = BM // 2 if BY_ROWS else BM
     DQ_COLS: gl.constexpr = D if BY_ROWS else D // 2

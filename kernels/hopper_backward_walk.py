@@ -1,4 +1,4 @@
-"""Which query tiles a key tile meets, and the two warps that move data for them: the producer (loads) and the reducer (dq).
+"""Which query tiles a program meets, and the two warps that move data for them: the producer (loads) and the reducer (dq).
 
 See Note [Hopper backward]. Row numbers and tensor map coordinates are 32 bit; addresses are the hardware's own, 64 bit.
 """
@@ -8,53 +8,36 @@ from .gluon_shim import gl, gluon, mbarrier, reinterpret, tma_load, tma_reduce_a
 
 
 @gluon.jit
-def section_of(index, num_tiles, num_heads, section):
-    """(rank of the key tile, head) of a launch index: sections of kv heads in turn, in each the first tile of all its heads
-    first. num_heads counts batches too."""
-    first = index // (section * num_tiles) * section
+def section_of(index, num_items, num_heads, section):
+    """(item, head) of a launch index: sections of kv heads in turn, in each the first item of all its heads first. num_heads counts
+    batches too."""
+    first = index // (section * num_items) * section
     heads = gl.minimum(section, num_heads - first)
-    within = index - first * num_tiles
+    within = index - first * num_items
     return within // heads, first + within % heads
 
 
 @gluon.jit
-def walk_of(q_lo, q_hi, col0, num_q, num_k, rank, group, part, parts, BM: gl.constexpr, BN: gl.constexpr):
-    """The walk of a key tile over its query tiles, and its number of steps.
+def walk_of(record, group, BM: gl.constexpr):
+    """The walk of a program over its query tiles, from its record in the table (see `key_items`), and its number of steps.
 
-    (a, b, c, d, s, n, first): query rows [a, b) and [c, d) lie in partial tiles, [b, c) in tiles that all its keys see, which are
-    walked from s round; the n partial steps, over all heads of the group, come first. Neighbours start two tiles apart, so that
-    they do not add to the same rows of dq at the same time. This program takes the steps from `first` on: one of `parts` equal
-    shares.
+    (a, b, c, d, s, n): query rows [a, b) and [c, d) lie in partial tiles, [b, c) in tiles that all its keys see, which are walked
+    from s round; the n partial steps, over all heads of the group, come first.
     """
-    last = gl.minimum(col0 + BN, num_k) - 1
-    a = gl.load(q_lo + col0) // BM * BM
-    d = gl.maximum((gl.load(q_hi + last) + BM - 1) // BM * BM, a)
-    b = (gl.load(q_lo + last) + BM - 1) // BM * BM
-    all_see = gl.load(q_hi + col0)
-    # rows past the end give nothing: the last query tile of the sequence counts as full
-    c = gl.where(all_see >= num_q, d, all_see // BM * BM)
-    b = gl.minimum(gl.maximum(b, a), d)
-    c = gl.minimum(gl.maximum(c, b), d)
-    # a key tile that reaches past the last key is masked in every step: its zero rows would still give p > 0
-    tail = col0 + BN > num_k
-    b = gl.where(tail, d, b)
-    c = gl.where(tail, d, c)
+    a = gl.load(record + 1)
+    b = gl.load(record + 2)
+    c = gl.load(record + 3)
+    d = gl.load(record + 4)
     partial = ((b - a) + (d - c)) // BM * group
-    full = (c - b) // BM
-    start = b + (rank * 2) % gl.maximum(full, 1) * BM
-    count = partial + full * group
-    share = (count + parts - 1) // parts
-    first = gl.minimum(part * share, count)
-    return (a, b, c, d, start, partial, first), gl.minimum(share, count - first)
+    return (a, b, c, d, gl.load(record + 5), partial), partial + (c - b) // BM * group
 
 
 @gluon.jit
 def tile_at(step, walk, group, BM: gl.constexpr):
     """(first row, head within the group, whether it is partial) of the program's step-th query tile."""
-    a, b, c, d, s, n, first = walk
-    index = first + step
-    partial = index < n
-    index = gl.where(partial, index, index - n)
+    a, b, c, d, s, n = walk
+    partial = step < n
+    index = gl.where(partial, step, step - n)
     per_head = gl.maximum(gl.where(partial, ((b - a) + (d - c)) // BM, (c - b) // BM), 1)
     head = index // per_head
     row = (index - head * per_head) * BM

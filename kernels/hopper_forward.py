@@ -14,6 +14,7 @@ from .gluon_shim import describe, fence_async_shared, gl, gluon, mbarrier
 from .hopper_forward_consumer import consumer
 from .hopper_forward_producer import producer
 from .hopper_forward_scheduler import TILE_INFO, scheduler
+from .hopper_forward_tiles import query_tiles
 from .intervals import Intervals
 
 LOG2_E = 1.4426950408889634
@@ -54,7 +55,7 @@ FORWARD_TILES = {
 _COUNTS = ["num_q", "num_heads", "group", "num_heads_total", "section", "num_tiles", "total", "lse_sb", "lse_sh"]
 
 
-@gluon.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=["k_lo", "k_hi", "order", "counter", "lse"])
+@gluon.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=["k_lo", "k_hi", "counter", "lse"])
 def forward_kernel(
     q_desc,  # IN    [B, Sq, Hq, D] descriptor, blocks of BLOCK_M rows
     k_desc,  # IN    [B, Sk, Hkv, D] descriptor, blocks of BLOCK_N rows
@@ -64,13 +65,13 @@ def forward_kernel(
     lse,  # INOUT [B, Hq, Sq] fp32, natural log (read unless FIRST)
     k_lo,  # IN    [Sq] int32, non-decreasing
     k_hi,  # IN    [Sq] int32, non-decreasing
-    order,  # IN    [num_tiles] int32, a permutation
+    tiles,  # IN    [num_tiles, 8] int32, see `query_tiles`
     counter,  # INOUT [1] int32, 0 before and after
     num_q, num_heads,
     group,  # Hq / Hkv
     num_heads_total,  # B * Hq
     section,  # query heads walked together
-    num_tiles,  # query tiles per head
+    num_tiles,  # query tiles per head that are computed
     total,  # num_tiles * num_heads_total
     state_sb, state_ss, state_sh, lse_sb, lse_sh,
     scale_log2, pre,  # see `consumer`
@@ -107,7 +108,7 @@ def forward_kernel(
     memory = (q_s, k_s, v_s, info_s, failed_s)
     barriers = (info_full, info_empty, q_full, q_empty, k_full, v_full, kv_empty)
     given = (out_desc, state, lse, k_lo, k_hi, num_q, state_sb, state_ss, state_sh, lse_sb, lse_sh, scale_log2, pre)
-    drawn = (k_lo, k_hi, order, counter, num_q, num_heads, num_heads_total, section, num_tiles, total)
+    drawn = (tiles, counter, num_heads, num_heads_total, section, num_tiles, total)
     # Partitions are written out: only tensors and scalars may be kept in a variable, neither constants nor functions.
     if CONSUMERS == 2:
         gl.warp_specialize([
@@ -116,7 +117,7 @@ def forward_kernel(
             (consumer, (1, given, memory, barriers, BLOCK_M, BLOCK_N, D, CONSUMERS, Q_STAGES, STAGES, Q_REGISTERS, not FIRST,
                         LAST, CAPPED, dtype, BY_SUMS)),
             (producer, (q_desc, k_desc, v_desc, memory, barriers, group, BLOCK_M, BLOCK_N, D, CONSUMERS, Q_STAGES, STAGES)),
-            (scheduler, (drawn, memory, barriers, BLOCK_M * CONSUMERS, BLOCK_N, CONSUMERS, BY_SUMS, not FIRST and not LAST)),
+            (scheduler, (drawn, memory, barriers, BLOCK_M * CONSUMERS, CONSUMERS, BY_SUMS)),
         ], [4, 1, 1], [REGISTERS, 24, 24])
     else:
         gl.static_assert(CONSUMERS == 3)
@@ -128,20 +129,8 @@ def forward_kernel(
             (consumer, (2, given, memory, barriers, BLOCK_M, BLOCK_N, D, CONSUMERS, Q_STAGES, STAGES, Q_REGISTERS, not FIRST,
                         LAST, CAPPED, dtype, BY_SUMS)),
             (producer, (q_desc, k_desc, v_desc, memory, barriers, group, BLOCK_M, BLOCK_N, D, CONSUMERS, Q_STAGES, STAGES)),
-            (scheduler, (drawn, memory, barriers, BLOCK_M * CONSUMERS, BLOCK_N, CONSUMERS, BY_SUMS, not FIRST and not LAST)),
+            (scheduler, (drawn, memory, barriers, BLOCK_M * CONSUMERS, CONSUMERS, BY_SUMS)),
         ], [4, 4, 1, 1], [REGISTERS, REGISTERS, 24, 24])
-
-
-def heaviest_first(intervals: Intervals, rows: int) -> Tensor:
-    """Query tiles of `rows` rows by falling number of keys: int32 [ceil(Sq / rows)] on the device, kept with the intervals."""
-    key = ("hopper", "order", rows)
-    if key not in intervals.cache:
-        first = torch.arange(0, intervals.num_q, rows)
-        last = (first + rows).clamp(max=intervals.num_q) - 1
-        work = (intervals.host_k_hi[last] - intervals.host_k_lo[first]).clamp(min=0)
-        order = torch.argsort(work, descending=True, stable=True).to(torch.int32)
-        intervals.cache[key] = order.to(intervals.device)
-    return intervals.cache[key]
 
 
 def forward_launch(
@@ -163,7 +152,10 @@ def forward_launch(
     num_k, num_kv_heads = k.shape[1], k.shape[2]
     tile = FORWARD_TILES[head_dim]
     group = num_heads // num_kv_heads
-    num_tiles = -(-num_q // tile.rows)
+    by_sums = tile.by_sums and q.dtype == torch.bfloat16
+    # Where the state stays as it is, a query tile that sees nothing has nothing to write.
+    tiles = query_tiles(intervals, tile.rows, tile.block_n, by_sums, skip_empty=not first and out is None)
+    num_tiles = tiles.shape[0]
     total = num_tiles * batch * num_heads
     per_group = 2 * num_k * head_dim * k.element_size()
     section = min(batch * num_heads, max(1, tile.section_bytes // per_group) * group)
@@ -176,13 +168,13 @@ def forward_launch(
         v_desc=describe(v, (1, tile.block_n, 1, head_dim)),
         out_desc=describe(q if out is None else out, (1, tile.block_m, 1, head_dim)),
         state=lse if unused else state, lse=lse, k_lo=intervals.k_lo, k_hi=intervals.k_hi,
-        order=heaviest_first(intervals, tile.rows), counter=counter,
+        tiles=tiles, counter=counter,
         num_q=num_q, num_heads=num_heads, group=group, num_heads_total=batch * num_heads, section=section, num_tiles=num_tiles,
         total=total, state_sb=steps[0], state_ss=steps[1], state_sh=steps[2], lse_sb=lse_steps[0], lse_sh=lse_steps[1],
         # tanh leaves scores of at most 1, which the cap then scales
         scale_log2=(softcap if softcap else softmax_scale) * LOG2_E, pre=softmax_scale / softcap if softcap else 0.0,
         D=head_dim, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, CONSUMERS=tile.consumers, Q_STAGES=tile.q_stages,
         STAGES=tile.stages, Q_REGISTERS=tile.q_registers, REGISTERS=tile.consumer_registers,
-        FIRST=first, LAST=out is not None, CAPPED=softcap > 0, BY_SUMS=tile.by_sums and q.dtype == torch.bfloat16,
+        FIRST=first, LAST=out is not None, CAPPED=softcap > 0, BY_SUMS=by_sums,
     )
     return (max(1, min(total, num_ctas)),), arguments, {"num_warps": 4, "maxnreg": tile.max_registers}

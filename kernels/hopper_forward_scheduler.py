@@ -1,7 +1,8 @@
 """Which tiles the `hopper` forward computes, and in which order: one warp draws query tiles and describes them to the others.
 
-The grid is persistent. Query tiles are drawn from a counter in global memory, heaviest first (`order`, made on the host from the
-intervals), so that the last wave is made of short ones. Heads go in sections whose k and v fit in L2 together.
+The grid is persistent. Query tiles are drawn from a counter in global memory, heaviest first (`tiles`, made on the host from the
+intervals: hopper_forward_tiles.py), so that the last wave is made of short ones. Heads go in sections whose k and v fit in L2
+together.
 """
 from __future__ import annotations
 
@@ -11,18 +12,16 @@ from .gluon_shim import gl, gluon, mbarrier
 ALL, FINAL = gl.constexpr(7), gl.constexpr(8)
 HEAD_BITS = gl.constexpr(20)  # mode and head share a number
 HEAD_MASK = gl.constexpr((1 << 20) - 1)
-TILE_INFO = gl.constexpr(8)  # row0 (-1: no more), head, batch, and the five numbers of `key_tile`
+TILE_INFO = gl.constexpr(8)  # row0 (-1: no more, -2: nothing yet), head and mode, batch, and the five numbers of `key_tile`
 
 
 @gluon.jit
 def scheduler(
-    given,  # see the kernel: k_lo, k_hi, order, counter and scalars
+    given,  # see the kernel: tiles, counter and scalars
     memory, barriers,
-    ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
-    CONSUMERS: gl.constexpr, BY_SUMS: gl.constexpr,
-    SKIP_EMPTY: gl.constexpr,  # tiles that see nothing need no writing: the state is there already
+    ROWS: gl.constexpr, CONSUMERS: gl.constexpr, BY_SUMS: gl.constexpr,
 ):
-    k_lo, k_hi, order, counter, num_q, num_heads, num_heads_total, section, num_tiles, total = given
+    tiles, counter, num_heads, num_heads_total, section, num_tiles, total = given
     info_s, failed_s = memory[3], memory[4]
     info_full, info_empty = barriers[0], barriers[1]
     layout: gl.constexpr = gl.BlockedLayout([TILE_INFO], [32], [1], [0])
@@ -34,7 +33,6 @@ def scheduler(
     more = gl.to_tensor(1)
     while more != 0:
         v = gl.full([TILE_INFO], -2, gl.int32, layout)
-        send = gl.to_tensor(1)
         final = gl.to_tensor(1)
         if redo != 0:
             # its record is still in the slot whose turn it is; all steps by maxima
@@ -49,61 +47,26 @@ def scheduler(
             rank = within // heads
             head_b = which * section + within - rank * heads
             batch = head_b // num_heads
-            row0 = gl.load(order + rank) * ROWS
-            # both ends are non-decreasing: the first and last row bound the tile
-            last = gl.minimum(row0 + ROWS, num_q) - 1
-            lo_first = gl.load(k_lo + row0)
-            lo_last = gl.load(k_lo + last)
-            hi_first = gl.load(k_hi + row0)
-            hi_last = gl.load(k_hi + last)
-            tile_lo = lo_first // BLOCK_N
-            tile_hi = gl.where(hi_last > lo_first, (hi_last + BLOCK_N - 1) // BLOCK_N, tile_lo)
-            full_lo = (lo_last + BLOCK_N - 1) // BLOCK_N  # every row of the tile sees all of [full_lo, full_hi)
-            full_hi = hi_first // BLOCK_N
+            v = gl.load(tiles + rank * TILE_INFO + i)
             if BY_SUMS:
-                # A row whose keys end where the partial tiles start, or start where they end, sees its first key in a full one:
-                # that goes by maxima as if it were partial.
-                high_unseen = (hi_first == full_hi * BLOCK_N) & (hi_last > hi_first)
-                low_unseen = (lo_last == full_lo * BLOCK_N) & (lo_first < lo_last) & (hi_first == full_hi * BLOCK_N)
-                full_hi = gl.where(high_unseen | low_unseen, full_hi - 1, full_hi)
-            no_full = full_hi <= full_lo
-            full_lo = gl.where(no_full, tile_lo, full_lo)
-            full_hi = gl.where(no_full, tile_lo, full_hi)
-            steps = tile_hi - tile_lo
-            high = tile_hi - full_hi
-            masked = high + full_lo - tile_lo
-            # one that sees nothing is one key tile, masked out whole
-            empty = steps == 0
-            if BY_SUMS:
-                final = gl.where(masked < steps, 0, 1)
-            mode = ALL + FINAL * final
-            v = gl.where(i == 0, row0, (head_b - batch * num_heads) | (mode << HEAD_BITS))
+                final = gl.sum(gl.where(i == 1, v, 0), 0)
+            v = gl.where(i == 1, (head_b - batch * num_heads) | ((ALL + FINAL * final) << HEAD_BITS), v)
             v = gl.where(i == 2, batch, v)
-            v = gl.where(i == 3, gl.maximum(steps, 1), v)
-            v = gl.where(i == 4, gl.where(empty, 1, high), v)
-            v = gl.where(i == 5, gl.where(empty, 1, masked), v)
-            v = gl.where(i == 6, gl.where(empty, 1, tile_hi), v)
-            v = gl.where(i == 7, gl.where(empty, 0, tile_lo), v)
-            if SKIP_EMPTY:
-                send = gl.where(empty, 0, 1)
         elif judged != 0:
             v = gl.full([TILE_INFO], -1, gl.int32, layout)
             more = gl.to_tensor(0)
-        if send != 0:
-            info_s.index(sent & 1).store(v)
-            mbarrier.arrive(info_full.index(0), count=1)
-            sent += 1
-            drew = redo == 0
-            redo = gl.to_tensor(0)
-            if more != 0:
-                mbarrier.wait(info_empty.index(0), (sent & 1) ^ 1)
-                if BY_SUMS:
-                    if judged == 0:
-                        for w in gl.static_range(CONSUMERS):
-                            redo = redo | (any_failed(failed_s, (sent & 1) * CONSUMERS + w, ROWS // CONSUMERS, 1) << w)
-                    judged = final
-        else:
-            drew = redo == 0
+        info_s.index(sent & 1).store(v)
+        mbarrier.arrive(info_full.index(0), count=1)
+        sent += 1
+        drew = redo == 0
+        redo = gl.to_tensor(0)
+        if more != 0:
+            mbarrier.wait(info_empty.index(0), (sent & 1) ^ 1)
+            if BY_SUMS:
+                if judged == 0:
+                    for w in gl.static_range(CONSUMERS):
+                        redo = redo | (any_failed(failed_s, (sent & 1) * CONSUMERS + w, ROWS // CONSUMERS, 1) << w)
+                judged = final
         # Drawn only now, when the last tile has been taken up: one ahead. `total` draws are made in all, and the last of them
         # leaves the counter as it was for the next launch on this stream.
         if drew & (tile < total):

@@ -28,8 +28,8 @@ TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 # the prologue made for the epilogue, and with a cap or by 3.8 a few in the loop. At D = 64 s, dp and the cap's tanh take 64 each,
 # beside p in 16 bits (32).
 SPILLS = {
-    (128, False, True): (96, 112, 392), (128, True, True): (0, 312, 88), (64, False, True): (40, 40, 0),
-    (64, True, True): (216, 304, 264), (64, True, False): (32, 32, 0),
+    (128, False, True): (0, 16, 348), (128, True, True): (96, 0, 272), (128, True, False): (48, 24, 24),
+    (64, False, True): (48, 40, 0), (64, True, True): (292, 224, 276), (64, True, False): (36, 32, 0),
 }
 # Instructions of a usual loop (of 560 to 1,060) that load or store a spilled register, from triton 3.8 on; before, none.
 LOOP_SPILLS_LATER = {128: 19, 64: 6}
@@ -100,25 +100,17 @@ def consumer_loops(text: str, products: int) -> list[list[str]]:
 
 
 def test_one_kernel_serves_writing_and_adding():
-    """accumulate is a number at run time: a ring's first and later visits share one compiled kernel."""
-    (_, wrote, _), (_, added, _) = (launch(64, torch.bfloat16, accumulate=accumulate) for accumulate in (False, True))
-    assert {name for name in wrote if isinstance(wrote[name], int) and wrote[name] != added[name]} == {"accumulate"}
-
-
-def test_tiles_of_equal_work_are_cut_so_that_the_last_wave_fills_the_gpu():
-    def shares(rows: int, causal: bool, tiles: int) -> tuple[int, int]:
-        hi = torch.arange(1, rows + 1, dtype=torch.int32) if causal else torch.full((rows,), rows, dtype=torch.int32)
-        return hopper_backward._shares(Intervals.from_rows(torch.zeros_like(hi), hi, rows, "cpu"), tiles, 132)
-
-    assert shares(512, True, 2048) == (2048, 1)
-    assert shares(512, False, 132) == (132, 1)
-    whole, parts = shares(512, False, 2048)
-    assert whole == 15 * 132 and parts > 1
-    assert shares(512, False, 64)[0] == 0
+    """Whether to add stands in the table of programs: a ring's first and later visits share one compiled kernel."""
+    (_, wrote, _), (_, added, _) = (launch(64, torch.bfloat16, 0.0, False, accumulate) for accumulate in (False, True))
+    assert all(wrote[name] == added[name] for name in wrote if isinstance(wrote[name], (int, float)))
+    assert [bool((made["items"][:, 6] == add).all()) for made, add in ((wrote, 0), (added, 1))] == [True, True]
 
 
 def test_rows_that_several_programs_add_to_are_zeroed_first_unless_they_hold_something():
     for accumulate in (False, True):
-        _, arguments, _ = launch(64, torch.bfloat16, accumulate=accumulate)
-        assert arguments["parts"] > 1 and arguments["num_whole"] == 0
-        assert bool((arguments["dv"].base == (7.0 if accumulate else 0.0)).all())
+        _, arguments, _ = launch(128, torch.bfloat16, accumulate=accumulate)
+        first = [record[0] for record in arguments["items"].tolist()]
+        shared = {row for col0 in first if first.count(col0) > 1 for row in range(col0, col0 + 128)}
+        assert shared, "300 rows are too few for 132 SMs"
+        for row in range(300):
+            assert bool((arguments["dv"].base[:, row] == (0.0 if row in shared and not accumulate else 7.0)).all())

@@ -1,0 +1,113 @@
+"""What the programs of the `hopper` backward compute of a visit: key tiles, each with the query rows that it meets, decided on the host.
+
+A program walks whole query tiles, for every query head of its group: [a, b) and [c, d) partial, [b, c) seen by all keys of the tile.
+Where keys of two documents lie in one key tile and their queries apart, each gets a program of its own: one would walk all that lies
+between. Where there are too few programs to fill the GPU, or the last wave of equal ones would leave it idle, long ones are cut along
+the queries. Programs that share a key tile add to dk and dv.
+"""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .hopper_forward_tiles import by_tile
+from .intervals import Intervals
+
+RECORD = 8  # of the table: the first key; a, b, c, d; where in [b, c) the walk starts; whether it adds to dk and dv; nothing
+START = 4  # what a program costs beside its steps, in steps: loading k and v, storing dk and dv
+WORTH = 0.985  # of the time: what cutting has to bring
+
+
+def key_items(
+    intervals: Intervals, block_m: int, block_n: int, group: int, num_kv_total: int, sms: int, *, cut: bool, accumulate: bool,
+) -> tuple[Tensor, tuple[int, int] | None]:
+    """(int32 [items, RECORD] on the device, most steps first; the first and the stop row of the keys that programs share, or None);
+    kept with the intervals. group: query heads per kv head; num_kv_total: kv heads of all batches. cut: programs may share keys.
+    accumulate: all add to dk and dv, and key tiles that nobody sees need no program."""
+    key = ("hopper", "key items", block_m, block_n, group, num_kv_total, sms, cut, accumulate)
+    if key not in intervals.cache:
+        items = runs(intervals.host_q_lo, intervals.host_q_hi, intervals.num_q, block_m, block_n, 2 * START // group if cut else None)
+        if cut:
+            items = cut_long(items, block_m, group, num_kv_total, sms)
+        order = torch.argsort(items[:, 4] - items[:, 1], descending=True, stable=True)
+        if accumulate:
+            order = order[: int((items[:, 4] > items[:, 1]).sum())]
+        items = items[order]
+        shared = items[items[:, 6] != 0, 0]
+        span = (int(shared.min()), int(shared.max()) + block_n) if len(shared) else None
+        # Neighbours start two tiles apart, so that they do not add to the same rows of dq at the same time.
+        full = (items[:, 3] - items[:, 2]).clamp(min=block_m)
+        items[:, 5] = items[:, 2] + items[:, 0] // block_n * 2 * block_m % full
+        items[:, 6] |= int(accumulate)
+        intervals.cache[key] = items.to(torch.int32).to(intervals.device), span
+    return intervals.cache[key]
+
+
+def runs(q_lo: Tensor, q_hi: Tensor, num_q: int, block_m: int, block_n: int, gap: int | None) -> Tensor:
+    """int64 [items, RECORD], one per key tile and run of query tiles. q_lo, q_hi: int32 [Sk]. gap: runs end where more than that many
+    query tiles in a row see none of the keys; None: nowhere."""
+    lo, hi, num_k, seen = q_lo.long(), q_hi.long(), q_lo.shape[0], q_lo < q_hi
+    col0 = torch.arange(0, num_k, block_n)
+    last = (col0 + block_n).clamp(max=num_k) - 1
+    # Keys that nobody sees have a place among the queries all the same: what is walked is what the others are seen by.
+    a = by_tile(torch.where(seen, lo, num_q), block_n, num_q).amin(1) // block_m * block_m
+    d = -(-by_tile(torch.where(seen, hi, 0), block_n, 0).amax(1) // block_m) * block_m
+    a = torch.minimum(a, d)
+    # Both ends are non-decreasing: the first and the last key bound what all are seen by. Rows past the end give nothing: the last
+    # query tile counts as full. A key tile that reaches past the last key is masked in every step: its zero rows would give p > 0.
+    whole = col0 + block_n <= num_k
+    b = torch.where(whole, torch.clamp(-(-lo[last] // block_m) * block_m, a, d), d)
+    c = torch.where(whole, torch.clamp(torch.where(hi[col0] >= num_q, d, hi[col0] // block_m * block_m), b, d), d)
+    zero = torch.zeros_like(a)
+    items = torch.stack((col0, a, b, c, d, zero, zero, zero), 1)
+    at = seen.nonzero()[:, 0]
+    if gap is None or len(at) < 2:
+        return items
+    tile, stop, start = at[1:] // block_n, -(-hi[at[:-1]] // block_m) * block_m, lo[at[1:]] // block_m * block_m
+    cuts = ((tile == at[:-1] // block_n) & (start - stop > gap * block_m)).nonzero()[:, 0]
+    more = []
+    # From the end, so that a tile's first record remains the one that is cut; it has no full part.
+    for i, of, until in reversed(list(zip(*(x[cuts].tolist() for x in (tile, start, stop))))):
+        first, _, _, _, d = items[i, :5].tolist()
+        more.append([first, of, d, d, d, 0, 1, 0])
+        items[i, 2:5], items[i, 6] = until, 1
+    return torch.cat((items, torch.tensor(more, dtype=torch.int64).view(-1, RECORD)))
+
+
+def cut_long(items: Tensor, block_m: int, group: int, num_kv_total: int, sms: int) -> Tensor:
+    """The items, some of them in pieces, when the longest or the last ones would leave SMs idle."""
+    tiles = (items[:, 4] - items[:, 1]) // block_m
+    order = torch.argsort(tiles, descending=True, stable=True)
+    count = int((tiles > 0).sum())
+    share = float((tiles * group + START).sum()) * num_kv_total / sms
+    last_wave = -(-(count * num_kv_total % sms) // num_kv_total)
+    best, parts = _time(tiles * group, num_kv_total, sms) * WORTH, None
+    for pieces in (2, 4, 8):
+        of_last = torch.ones_like(tiles)
+        of_last[order[count - last_wave : count]] = pieces
+        of_long = -(-(tiles * group) // max(1, int(share * 2 / pieces)))
+        for choice in (of_last, of_long):
+            choice = torch.clamp(choice, torch.ones_like(tiles), tiles.clamp(min=1))
+            time = _time((-(-tiles // choice) * group).repeat_interleave(choice), num_kv_total, sms)
+            if time < best:
+                best, parts = time, choice
+    if parts is None:
+        return items
+    found, many, length = (x.repeat_interleave(parts, 0) for x in (items, parts, tiles))
+    piece = torch.arange(len(found)) - (parts.cumsum(0) - parts).repeat_interleave(parts)
+    start = found[:, 1].clone()
+    found[:, 1], found[:, 4] = (start + length * n // many * block_m for n in (piece, piece + 1))
+    for column in (2, 3):
+        found[:, column] = torch.clamp(found[:, column], found[:, 1], found[:, 4])
+    found[:, 6] |= (many > 1).long()
+    return found
+
+
+def _time(steps: Tensor, heads: int, sms: int) -> float:
+    """What a launch takes, in steps, longest programs first; steps: of each item, of which there is one per head."""
+    costs = (steps[steps > 0] + START).sort(descending=True).values
+    if not len(costs):
+        return 0.0
+    # Of the k * sms + 1 longest some SM gets k + 1.
+    rank = torch.arange(0, len(costs) * heads, sms)
+    return max(float(costs.sum()) * heads / sms, float((torch.arange(1, len(rank) + 1) * costs[rank // heads]).max()))

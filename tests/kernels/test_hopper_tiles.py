@@ -1,0 +1,137 @@
+"""What the hopper kernels are told to compute, without a GPU: every allowed pair once, and nothing that nobody sees."""
+import random
+
+import pytest
+import torch
+
+from ringflash.kernels.hopper_backward_items import cut_long, key_items, runs
+from ringflash.kernels.hopper_forward_tiles import query_tiles, tile_table
+from ringflash.kernels.intervals import Intervals, transpose
+
+
+def random_rows(rng: random.Random, num_q: int, num_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """k_lo, k_hi int32 [num_q]: documents, some of whose rows or keys are missing, each full, causal or with a window."""
+    cuts = sorted(rng.randint(0, num_q) for _ in range(rng.randint(0, 6)))
+    lo, hi, key = [], [], 0
+    for first, stop in zip([0, *cuts], [*cuts, num_q]):
+        keys = rng.choice((0, 0, rng.randint(0, num_k), stop - first))
+        start, key = key, min(num_k, key + keys)
+        kind = rng.choice(("full", "causal", "window"))
+        for i in range(stop - first):
+            end = key if kind == "full" else min(key, start + i + 1)
+            begin = max(start, end - 5) if kind == "window" else start
+            lo.append(min(begin, end))
+            hi.append(end)
+        key = min(num_k, key + rng.choice((0, 0, rng.randint(0, num_k))))  # keys of a document without rows
+    return torch.tensor(lo, dtype=torch.int32), torch.tensor(hi, dtype=torch.int32)
+
+
+def walked(record: list[int], block_n: int) -> list[int]:
+    """The key tiles of a record in the order of its steps: what `key_tile` of the kernel computes."""
+    _, _, _, steps, high, masked, tile_hi, tile_lo = record
+    found = []
+    for step in range(steps):
+        tile = tile_lo + step - high if step >= high else tile_hi - 1 - step
+        found.append(tile_hi - 1 - step + masked - high if step >= masked else tile)
+    return found
+
+
+@pytest.mark.parametrize("by_sums", [False, True])
+def test_query_tiles_walk_each_key_tile_that_a_row_sees_once_and_mask_all_that_not_all_rows_see(by_sums):
+    rng, gaps, rows, block_n = random.Random(1), 0, 8, 4
+    for _ in range(600):
+        lo, hi = random_rows(rng, rng.randint(1, 40), num_k := rng.randint(1, 60))
+        allowed = (torch.arange(num_k) >= lo[:, None]) & (torch.arange(num_k) < hi[:, None])
+        table = tile_table(lo, hi, rows, block_n, by_sums).tolist()
+        assert sorted(record[0] for record in table) == list(range(0, len(lo), rows))
+        for record in table:
+            row0, final, _, steps, _, masked, tile_hi, tile_lo = record
+            seen = allowed[row0 : row0 + rows]
+            by_key_tile = [seen[:, at : at + block_n] for at in range(0, num_k, block_n)]
+            tiles = walked(record, block_n)
+            assert len(set(tiles)) == steps and {i for i, x in enumerate(by_key_tile) if x.any()} <= set(tiles)
+            if not seen.any():
+                assert steps == masked == final == 1 and tiles == [0]
+                continue
+            assert all(by_key_tile[tile].all() for tile in tiles[masked:])
+            assert bool(final) == (not by_sums or masked == steps)
+            first = torch.cat([by_key_tile[tile] for tile in tiles[: max(masked, 1)]], 1)
+            assert not by_sums or masked == steps or first.any(1).all(), "a row sees its first key in a tile without maxima"
+            gaps += steps < tile_hi - tile_lo
+    assert gaps > 8
+
+
+def test_the_widest_run_of_key_tiles_that_no_row_of_a_query_tile_sees_is_left_out():
+    lo = torch.tensor([0] * 4 + [8] * 2 + [40] * 2, dtype=torch.int32)
+    hi = torch.tensor([4] * 4 + [12] * 2 + [48] * 2, dtype=torch.int32)
+    [record] = tile_table(lo, hi, 8, 4, False).tolist()
+    assert sorted(walked(record, 4)) == [0, 1, 2, 10, 11]
+
+
+def test_the_tiles_with_most_steps_come_first_and_those_that_see_nothing_only_where_they_are_written():
+    lo = torch.tensor([0] * 128 + [64] * 128 + [464] * 128 + [64] * 40, dtype=torch.int32).sort().values
+    hi = torch.tensor([64] * 128 + [400] * 128 + [464] * 40 + [464] * 128, dtype=torch.int32)
+    intervals = Intervals.from_rows(lo, hi, 464, "cpu")
+    tables = {skip: query_tiles(intervals, 128, 128, False, skip) for skip in (False, True)}
+    assert tables[False][:, 0].tolist() == [128, 256, 0, 384] and tables[True][:, 0].tolist() == [128, 256, 0]
+    assert tables[True].dtype == torch.int32 and query_tiles(intervals, 128, 128, False, True) is tables[True]
+
+
+@pytest.mark.parametrize("cut", [True, False], ids=["cut", "whole"])
+def test_backward_programs_meet_each_query_of_their_keys_once_and_mask_all_that_not_all_keys_are_seen_by(cut):
+    rng, block_m, block_n, shared = random.Random(2), 4, 8, 0
+    for _ in range(600):
+        lo, hi = random_rows(rng, num_q := rng.randint(1, 60), num_k := rng.randint(1, 40))
+        q_lo, q_hi = transpose(lo, hi, num_k)
+        rows, keys = torch.arange(num_q), torch.arange(num_k)
+        allowed = (keys >= lo[:, None]) & (keys < hi[:, None])
+        items = runs(q_lo, q_hi, num_q, block_m, block_n, 1 if cut else None)
+        if cut:
+            items = cut_long(items, block_m, rng.choice((1, 4)), rng.choice((1, 2)), rng.choice((2, 7, 50)))
+        met = torch.zeros_like(allowed, dtype=torch.int64)
+        for col0, a, b, c, d, _, shares, _ in items.tolist():
+            assert 0 <= a <= b <= c <= d and all(end % block_m == 0 for end in (a, b, c, d))
+            of_tile = slice(col0, col0 + block_n)
+            met[a:d, of_tile] += 1
+            assert b == c or (allowed[b:c, of_tile].all() and col0 + block_n <= num_k)
+            assert shares == ((items[:, 0] == col0).sum() > 1)
+            shared += shares
+        assert set(items[:, 0].tolist()) == set(range(0, num_k, block_n))
+        assert met.max() <= 1 and bool((met[allowed] == 1).all())
+    assert bool(shared) == cut
+
+
+def test_keys_of_two_documents_whose_queries_lie_apart_have_a_program_each_and_are_zeroed_before_both_add():
+    """128 keys, half of them seen by the first 256 queries, half by the last: 2,000 queries lie between."""
+    q_lo = torch.tensor([0] * 64 + [2256] * 64, dtype=torch.int32)
+    q_hi = torch.tensor([256] * 64 + [2512] * 64, dtype=torch.int32)
+    lo = torch.tensor([0] * 256 + [64] * 2256, dtype=torch.int32)
+    hi = torch.tensor([64] * 2256 + [128] * 256, dtype=torch.int32)
+    intervals = Intervals.from_host(lo, hi, q_lo, q_hi, "cpu")
+    items, span = key_items(intervals, 64, 128, 4, 1320, 132, cut=True, accumulate=False)
+    assert sorted(items[:, 1:5].tolist()) == [[0, 256, 256, 256], [2240, 2560, 2560, 2560]] and span == (0, 128)
+    alone, none = key_items(intervals, 64, 128, 4, 1320, 132, cut=False, accumulate=False)
+    assert alone[:, 1:5].tolist() == [[0, 2304, 2304, 2560]] and none is None
+
+
+def pieces(k_hi: torch.Tensor, heads: int, group: int = 1) -> torch.Tensor:
+    rows = k_hi.shape[0]
+    items = runs(*transpose(torch.zeros_like(k_hi), k_hi, rows), rows, 64, 128, None)
+    return cut_long(items, 64, group, heads, 132)
+
+
+@pytest.mark.parametrize("rows, heads, causal, cut", [
+    (16384, 16, True, False), (16384, 16, False, True), (16896, 1, False, False), (2048, 8, True, True), (8192, 8, True, False)])
+def test_programs_are_cut_where_the_gpu_would_stand_idle_and_nowhere_else(rows, heads, causal, cut):
+    """The last wave of equal ones (2,048 programs on 132 SMs), and a few long ones; not where short ones fill the end."""
+    k_hi = torch.arange(1, rows + 1, dtype=torch.int32) if causal else torch.full((rows,), rows, dtype=torch.int32)
+    found = pieces(k_hi, heads, group=4)
+    assert (len(found) > rows // 128) == cut
+    assert len(found) < rows // 128 + (8 if rows > 8192 else 64)
+
+
+def test_key_tiles_that_nobody_sees_have_a_program_only_where_they_are_written():
+    k_hi = torch.full((256,), 128, dtype=torch.int32)
+    intervals = Intervals.from_rows(torch.zeros_like(k_hi), k_hi, 256, "cpu")
+    tiles = [key_items(intervals, 64, 128, 1, 132, 132, cut=False, accumulate=add)[0][:, 0].tolist() for add in (False, True)]
+    assert tiles == [[0, 128], [0]]
