@@ -110,6 +110,18 @@ def save_pretrained(folder: str | os.PathLike, hf_config: Any, state: dict[str, 
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+def pretrained(folder: str | os.PathLike) -> dict[str, Tensor]:
+    """The weights of a folder by the names that transformers gives them in memory, whole, in the dtypes of the files. ValueError
+    where transformers finds some missing or too many."""
+    from transformers import AutoModelForCausalLM
+
+    model, told = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    wrong = {what: sorted(map(str, names))[:3] for what, names in told.items() if names and what != "error_msgs"}
+    if wrong:
+        raise ValueError(f"model.weights={folder}: {'; '.join(f'{what}: {names}' for what, names in wrong.items())}")
+    return dict(model.named_parameters())
+
+
 def _empty(hf_config: Any) -> nn.Module:
     """Its model for causal language modelling, fp32 on the meta device. ValueError where transformers has none."""
     from transformers import AutoModelForCausalLM

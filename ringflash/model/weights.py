@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ringflash.config import Config
+from ringflash.hf_config import read_config
 from ringflash.rotary import RopeScaling
 
 from .build import build_model, model_config
@@ -21,6 +22,9 @@ from .transformer import ModelConfig
 _log = logging.getLogger("ringflash")
 # What of a model's description no weight depends on.
 _FREE = {"vocab_size", "dim", "num_layers", "ffn_dim", "init_std", "loss_chunk_rows", "z_loss"}  # sizes show in the shapes
+# What no weight of a model of transformers shows.
+_HIDDEN = ("model_type", "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "norm_eps", "hidden_act",
+           "hidden_activation", "attn_logit_softcapping", "query_pre_attn_scalar", "num_experts_per_tok")
 _STRETCHED = {"rope_base", "rope_scaling"}  # changed on purpose, to train at longer positions
 
 
@@ -49,8 +53,11 @@ def open_weights(cfg: Config) -> Weights:
         raise ValueError(f"model.weights={folder}: has neither weights.pt nor config.json with {SINGLE} or {INDEX}")
     found = _of_safetensors(folder)
     if cfg.model.hf is not None:
-        from .hf_model import ours
+        from .hf_model import ours, pretrained
 
+        if is_converted(folder):
+            state = {ours(name): value for name, value in pretrained(folder).items()}
+            return Weights({name: tuple(value.shape) for name, value in state.items()}, state.__getitem__, None)
         theirs, config = {ours(name): name for name in found}, None
     else:
         config = config_from_huggingface(json.loads((folder / "config.json").read_text()))
@@ -60,13 +67,23 @@ def open_weights(cfg: Config) -> Weights:
 
 
 def check_folder(cfg: Config) -> None:
-    """Whether model.weights are those of the model that cfg names, before there are ranks. ValueError, as check_weights."""
+    """Whether model.weights are those of the model that cfg names, before there are ranks. ValueError, as check_weights. (Those
+    that have to be read whole to know their names are left to the ranks.)"""
+    if cfg.model.hf is not None and is_converted(Path(cfg.model.weights)):
+        return
     with torch.device("meta"):
         model = build_model(cfg, _no_attention)
     try:
         check_weights(cfg, open_weights(cfg), model)
     except RuntimeError as error:
         raise ValueError(str(error)) from error
+
+
+def is_converted(folder: Path) -> bool:
+    """Whether transformers holds these weights under other names than their files do: experts are one tensor there."""
+    path = folder / "config.json"
+    return path.is_file() and not (folder / "weights.pt").is_file() and \
+        json.loads(path.read_text()).get("model_type") in ("mixtral", "qwen3_moe")
 
 
 def _no_attention(*_, **__) -> Tensor:
@@ -95,6 +112,10 @@ def check_weights(cfg: Config, weights: Weights, model: nn.Module) -> None:
                 _log.warning("model.%s=%s: model.weights=%s were trained with %s", key, here, cfg.model.weights, there)
             else:
                 problems.append(f"model.{key}={here}: they are of a model with {there}")
+    elif cfg.model.hf is not None and (Path(cfg.model.weights) / "config.json").is_file():
+        mine, theirs = read_config(cfg.model.hf), read_config(cfg.model.weights)
+        problems += [f"config.{key}={getattr(mine, key, None)}: they are of a model with {getattr(theirs, key, None)}"
+                     for key in _HIDDEN if getattr(mine, key, None) != getattr(theirs, key, None)]
     if problems:
         raise ValueError(f"model.weights={cfg.model.weights}: {'; '.join(problems)}")
 

@@ -135,11 +135,15 @@ def test_a_folder_of_safetensors_gives_the_first_weights_and_what_differs_is_ref
     assert all(torch.equal(found["head.weight" if key == "lm_head.weight" else key], value) for key, value in expected.items())
     with pytest.raises(ValueError, match=r"model.weights=.*unknown: .*k_norm"):
         check_folder(run_config(folder, "mistral", {}, weights=str(tmp_path / "theirs")))
+    hf_config.rms_norm_eps = 1e-3
+    hf_config.save_pretrained(tmp_path / "theirs")
+    with pytest.raises(ValueError, match="config.rms_norm_eps=1e-06: they are of a model with 0.001"):
+        check_folder(cfg)
     with pytest.raises(ValueError, match="neither weights.pt nor config.json"):
         check_folder(run_config(folder, "qwen3", {}, weights=str(tmp_path)))
 
 
-@pytest.mark.parametrize("kind, changes", [("qwen3", {}), ("gemma3_text", TIED)])
+@pytest.mark.parametrize("kind, changes", [("qwen3", {}), ("gemma3_text", TIED), ("mixtral", {}), ("qwen3_moe", {})])
 def test_a_run_is_exported_to_a_folder_that_transformers_reads_and_training_begins_with(folder, tmp_path, kind, changes):
     from omegaconf import OmegaConf
 
@@ -160,6 +164,7 @@ def test_a_run_is_exported_to_a_folder_that_transformers_reads_and_training_begi
     assert float((theirs(input_ids=tokens).logits.detach() - expected).abs().max()) < 1e-5 * float(expected.abs().max())
     for source in ("out", "run"):
         again = run_config(folder, kind, changes, weights=str(tmp_path / source))
+        check_folder(again)
         state = Trainer(again, single(CPU), text(again)).model.state_dict()
         assert all(torch.equal(value, state[name]) for name, value in made.model.state_dict().items()), source
 
