@@ -2,12 +2,13 @@
 
     python launch/plan.py model=llama3_8b data.seq_len=1048576 --gpu h200 --gpus 8 --png plan.png
     python launch/plan.py model=qwen3_32b data.seq_len=4194304 parallel.shard=64 --gpus 1024 --network-gb-s 12.5
-    python launch/plan.py model=base data.seq_len=262144 train.activations=block parallel.cp=4 --gpus 8 --calibration calibration.json
+    python launch/plan.py model=base data.seq_len=262144 train.activations=block --gpus 8 --calibration calibration.json
     python launch/plan.py calibrate model=llama3_8b --json calibration.json           on the GPU at hand, up to 64K tokens
     python launch/plan.py compare --calibration calibration.json --measured outputs/one_gpu-...      predicted against measured
 
-Overrides are those of launch/train.py. What of parallel.dp, parallel.cp, parallel.ulysses, parallel.shard and train.activations is not
-given is searched for. Numbers of hardware are printed with their sources; --rate replaces one.
+Overrides are those of launch/train.py. What of parallel.dp, parallel.cp, parallel.ulysses, parallel.shard and train.activations
+is not given is searched for; train.tile_rows is 4096 where it is not. Numbers of hardware are printed with their sources; --rate
+replaces one.
 """
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0, or 2 for what cannot be, in one line; of compare 1 where an error is larger than allowed."""
     argv = list(sys.argv[1:] if argv is None else argv)
     command = {"calibrate": plan_calibrate, "compare": plan_compare}.get(argv[0]) if argv else None
-    parser = argparse.ArgumentParser(prog="ringflash plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="ringflash plan", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", help="as of ringflash train: model=llama3_8b data.seq_len=1048576 ...")
     (command.add_options if command else add_options)(parser)
     options = parser.parse_intermixed_args(argv[1:] if command else argv)
@@ -59,8 +61,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, default=1, help="how many, over all hosts (default 1)")
     parser.add_argument("--gpus-per-host", type=int, default=8, help="default 8")
     parser.add_argument("--network-gb-s", type=float, help="between hosts, per GPU (default 45: one 400 Gb/s port each)")
-    parser.add_argument("--documents", help="packed documents, e.g. lognormal:sigma=1.0,seed=0 (see ringflash.ring.show); default: one")
-    parser.add_argument("--calibration", metavar="FILE", help="what `plan.py calibrate` measured, in place of the table's numbers")
+    parser.add_argument("--documents", help="packed documents, e.g. lognormal:sigma=1.0,seed=0 (default: one)")
+    parser.add_argument("--calibration", metavar="FILE", help="what `plan.py calibrate` measured, in place of the table")
     parser.add_argument("--rate", action="append", default=[], metavar="NAME=VALUE", help="another number of the table")
     parser.add_argument("--top", type=count(1), default=8, help="how many divisions the table shows (default 8)")
     parser.add_argument("--json", metavar="FILE", help="writes what is shown")
@@ -80,7 +82,8 @@ def run(options: argparse.Namespace) -> int:
     for text in refused[:3]:
         print(f"left out: {text}")
     if options.json:
-        Path(options.json).write_text(json.dumps({"longest": longest, "predictions": [show.as_dict(p) for p in found]}, indent=1) + "\n")
+        written = {"longest": longest, "predictions": [show.as_dict(each) for each in found]}
+        Path(options.json).write_text(json.dumps(written, indent=1) + "\n")
     if options.png:
         show.draw(found[:options.top], options.png)
     return 0
@@ -124,7 +127,8 @@ def read_jobs(cfg: Config, options: argparse.Namespace) -> list[Job]:
         shards = [cfg.parallel.shard]
     else:
         shards = sorted({1, min(options.gpus, options.gpus_per_host), options.gpus})
-    return [job for shard in shards for job in divisions(cfg, layer_masks(cfg.attention), options.gpus, options.gpus_per_host, **given,
+    kinds = layer_masks(cfg.attention)
+    return [job for shard in shards for job in divisions(cfg, kinds, options.gpus, options.gpus_per_host, **given,
                                                          activations=policy, shard=shard, documents=documents)]
 
 

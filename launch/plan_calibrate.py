@@ -156,7 +156,7 @@ def attention_tflops(cfg: Config, device: torch.device) -> dict[str, list]:
 
 
 def optimizer_ns(cfg: Config, device: torch.device) -> float:
-    """Per parameter: norm, clipping and a step over matrices of the MLP's shape. Without optim.offload, whose traffic is counted."""
+    """Per parameter: norm, clipping and a step over matrices of the MLP's shape, without optim.offload."""
     count = 4 if device.type == "cuda" else 1
     weights = [torch.nn.Parameter(torch.randn(cfg.model.ffn_dim, cfg.model.dim, device=device)) for _ in range(count)]
     for weight in weights:

@@ -19,7 +19,7 @@ from ringflash.train.trainer import layer_masks
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--measured", metavar="RUN", nargs="+", required=True,
-                        help="run folders of ringflash train, or JSON files: one or a list of {overrides, seconds, peak_gib, gpus}")
+                        help="run folders of ringflash train, or JSON: {overrides, seconds, peak_gib, gpus}, or a list of such")
     parser.add_argument("--calibration", metavar="FILE")
     parser.add_argument("--gpu", default="h200", help=f"kind: {', '.join(GPUS)} (default h200)")
     parser.add_argument("--gpus-per-host", type=int, default=8)
@@ -74,7 +74,7 @@ def read_measured(path: Path) -> list[dict]:
     records = found if isinstance(found, list) else [found]
     for record in records:
         if not isinstance(record, dict) or not isinstance(record.get("overrides"), list):
-            raise ValueError(f"--measured {path}: a record needs overrides, a list as of ringflash train, and seconds or peak_gib")
+            raise ValueError(f"--measured {path}: a record has overrides, as of ringflash train, and seconds or peak_gib")
     return [{"name": path.stem, "gpus": 1, **record} for record in records]
 
 

@@ -62,7 +62,7 @@ class Hardware:
         return min(self.collective_gb_s, ranks_per_host * self.across_gb_s)
 
     def given(self, values: Mapping[str, Any], source: str) -> Hardware:
-        """With other values. ValueError for a name that is none, or a value that is no positive number (a curve: no such list)."""
+        """With other values. ValueError for a name that is none, or a value that is no positive number (a curve: no list)."""
         known = {each.name for each in fields(self)} - {"name", "sources", "kernel"}
         made = {}
         for name, value in values.items():
@@ -135,14 +135,16 @@ _H200 = Hardware(
 def _scaled(name: str, peak: float, memory_gib: float, memory_gb_s: float, link: float, kernel: str = "hopper") -> Hardware:
     """A GPU that nobody measured: the H200's rates times the ratio of the datasheets. link: NVLink over an H200's."""
     compute, passes = peak / _H200.peak_tflops, memory_gb_s / 4800.0
-    by_compute, by_memory, by_link = (f"{_ASSUMED}: the H200's times the datasheets' ratio, {x:.2f}" for x in (compute, passes, link))
+    by_compute, by_memory, by_link = (f"{_ASSUMED}: the H200's times the datasheets' ratio, {ratio:.2f}"
+                                      for ratio in (compute, passes, link))
     scaled: dict[str, Any] = {"matmul_tflops": _H200.matmul_tflops * compute, "memory_gb_s": _H200.memory_gb_s * passes,
                               "optimizer_ns": _H200.optimizer_ns / passes, "inside_gb_s": _H200.inside_gb_s * link,
                               "collective_gb_s": _H200.collective_gb_s * link}
     for name_of in ("forward_tflops", "backward_tflops"):
         scaled[name_of] = tuple((rows, rate * compute) for rows, rate in getattr(_H200, name_of))
     why = dict(_H200.sources)
-    why |= {key: by_link if key in ("inside_gb_s", "collective_gb_s") else by_compute if "tflops" in key else by_memory for key in scaled}
+    why |= {key: by_link if key in ("inside_gb_s", "collective_gb_s") else by_compute if "tflops" in key else by_memory
+            for key in scaled}
     why |= {"peak_tflops": _DATASHEET, "memory_gib": f"{_DATASHEET}, less what the driver keeps (assumed)"}
     return replace(_H200, name=name, peak_tflops=peak, memory_gib=memory_gib, kernel=kernel, **scaled, sources=tuple(why.items()))
 
@@ -159,7 +161,7 @@ def hardware_of(name: str, calibration: str | Path | None = None) -> Hardware:
     """The table's entry, with what a calibration file measured in its place. ValueError for a name or a file that is none."""
     key = name.lower()
     if key not in GPUS:
-        raise ValueError(f"--gpu {name}: unknown kind; valid: {', '.join(GPUS)} (others: --gpu h200 --calibration FILE, of your own)")
+        raise ValueError(f"--gpu {name}: unknown kind; valid: {', '.join(GPUS)} (others: --gpu h200 --calibration FILE)")
     found = GPUS[key]
     return found if calibration is None else found.given(read_calibration(calibration)["rates"], f"measured: {calibration}")
 

@@ -15,9 +15,11 @@ POLICIES = ("none", "block", "block_save_attention", "offload")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Parameters of a decoder by part. matmul: those that a token is multiplied with; a layer's norms and the embedding are not."""
+    """Parameters of a decoder by part. matmul: those that a token is multiplied with, norms and the embedding are not among them;
+    layer_before: of these in a layer, what stands before attention."""
 
     layer_matmul: int
+    layer_before: int
     layer: int
     head: int
     root: int  # embedding, last norm, head: what belongs to no layer
@@ -42,7 +44,8 @@ def sizes_of(model: ModelConfig) -> Sizes:
     matmul = model.dim * (2 * queries + 2 * keys + 3 * model.ffn_dim)
     small = 2 * model.dim + (2 * head_dim if model.qk_norm else 0) + (model.num_heads if model.sinks else 0)
     head = model.vocab_size * model.dim
-    return Sizes(matmul, matmul + small, head, head * (1 if model.tie_embeddings else 2) + model.dim, model.num_layers)
+    root = head * (1 if model.tie_embeddings else 2) + model.dim
+    return Sizes(matmul, model.dim * (queries + 2 * keys), matmul + small, head, root, model.num_layers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,8 +164,8 @@ def divisions(cfg: Config, kinds: Sequence[Mask], num_gpus: int, gpus_per_host: 
         for degree in divisors(size) if ulysses == -1 else [ulysses]:
             if size % degree == 0 and heads % degree == 0:
                 for policy in POLICIES if activations == "auto" else (activations,):
-                    found.append(Job(cfg, tuple(kinds), num_gpus, gpus_per_host, num_gpus // size, size // degree, degree, degree_of,
-                                     policy, documents))
+                    found.append(Job(cfg, tuple(kinds), num_gpus, gpus_per_host, num_gpus // size, size // degree, degree,
+                                     degree_of, policy, documents))
     if not found:
         valid = [degree for degree in divisors(max(cps)) if heads % degree == 0]
         raise ValueError(f"parallel.ulysses={ulysses}: must divide the ranks of a sequence and model.num_heads={heads}; nearest: "

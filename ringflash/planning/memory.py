@@ -1,7 +1,7 @@
 """Bytes that a rank holds at the moments of a training step, by part. No torch.
 
-Counted by reading what allocates (model/transformer.py, activations.py, tiled.py, rowwise.py, loss.py, ring/loop.py, train/optim.py);
-tests/plan/test_memory.py holds the sums against the live bytes of that code.
+Counted by reading what allocates (model/transformer.py, activations.py, tiled.py, rowwise.py, loss.py, ring/loop.py,
+train/optim.py); tests/plan/test_memory.py holds the sums against the live bytes of that code.
 """
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class _Fixed:
 
 
 class _Layer:
-    """Bytes of one layer. saved: between forward and backward; kept: of it on the GPU; forward, backward: the most beside that."""
+    """Bytes of one layer. saved: between forward and backward; kept: of that on the GPU; forward, backward: the most at work."""
 
     def __init__(self, job: Job):
         cfg, model, heads = job.cfg, job.cfg.model, job.heads
@@ -160,13 +160,6 @@ class _Layer:
     def in_flight(self) -> Parts:
         """Offload: of the layer that was computed before this one, or is next in the backward."""
         return {"offload, under way": self.host} if self.host else {}
-
-    @property
-    def _weights(self) -> tuple[int, int]:
-        """Parameters before attention and after it."""
-        model, heads = self.job.cfg.model, self.heads
-        wide = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
-        return model.dim * wide, self.job.sizes.layer_matmul - model.dim * wide
 
     def _weight_item(self) -> int:
         return FP32 if self.job.shard == 1 else self.item
@@ -219,14 +212,15 @@ class _Layer:
 
     @property
     def backward(self) -> Parts:
-        """The larger of two moments, the MLP's backward (of a tile) and attention's, each with what the layer has kept till then."""
-        model, policy, norm = self.job.cfg.model, self.job.activations, float(self.job.tokens * self.item * self.job.cfg.model.dim)
+        """The larger of two moments, the MLP's backward (of a tile) and attention's, each with what is kept till then."""
+        model, policy = self.job.cfg.model, self.job.activations
+        norm = float(self.job.tokens * self.item * model.dim)
         # What stands when the layer's backward begins; dy counts as residual stream.
         own = {"layer inputs": self.x, "attention out and lse": self.out + self.lse, "q, k, v": self.qkv}
         if policy in ("block_save_attention", "offload"):
             del own["q, k, v"]  # made again after the MLP's backward
         rows: Parts = {**own, "residual stream": self.x}
-        after = self._weights[1]
+        after = self.job.sizes.layer_matmul - self.job.sizes.layer_before
         if self.is_tiled:
             rows |= {"residual stream": 2 * self.x, "gradient of attention's out": self.out, "tile of the MLP": self._mlp(6, 2),
                      "weight gradients of a layer": (FP32 + self._weight_item()) * after}
@@ -245,8 +239,8 @@ class _Layer:
 
 
 def _head(job: Job) -> Parts:
-    """The larger of two moments of the loss's backward: making a chunk's logits while the last chunk's are still there, and adding
-    to the head's gradient."""
+    """The larger of two moments of the loss's backward: making a chunk's logits while the last chunk's are still there, and
+    adding to the head's gradient."""
     model, item = job.cfg.model, job.compute_itemsize
     logits = float(min(model.loss_chunk_rows, max(job.tokens, 1))) * model.vocab_size
     weight = float(model.vocab_size * model.dim)

@@ -1,6 +1,6 @@
 """What the ranks of a ring compute and send in each step of one attention layer, and how long each step takes.
 
-From the plans themselves (ringflash/ring/plan.py), and for large rings of a dense causal mask from their closed form. numpy alone.
+From the plans themselves (ringflash/ring/plan.py), for large rings of a dense causal mask from their closed form. numpy alone.
 """
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ringflash.ring.signals import landing_of
 
 MAX_PLANNED_RING = 64  # plans of larger rings take seconds to minutes
 _CLOSED_FROM = 17  # places from which the closed form of a dense causal zigzag ring stands in for its plan
-_SCALED_ROWS = 1024  # rows per place of the plan that stands for longer ones of the same dense causal mask: pairs within a thousandth
+_SCALED_ROWS = 1024  # per place, of the plan that stands for longer ones of a dense causal mask: pairs within a thousandth
 _SELDOM = 1e-9
 PASSES = ("forward", "backward")
 WORK = {"forward": 1.0, "backward": 2.5}  # FLOPs, in units of a forward's
@@ -28,15 +28,17 @@ WORK = {"forward": 1.0, "backward": 2.5}  # FLOPs, in units of a forward's
 
 @dataclass(frozen=True)
 class Buffers:
-    """Rows by kind of message, of the rank that has most. own: what a call sends from and writes partial gradients into; received:
-    what it receives into, where the carrier has no place of its own; landing: those places, of `copy`, as large as any rank's."""
+    """Rows by kind of message, of the rank that has most. own: what a call sends from and writes partial gradients into;
+    received: what it receives into, where the carrier has no place of its own; landing: those places, of `copy`, as large as any
+    rank needs them."""
 
     own: Mapping[str, float]
     received: Mapping[str, float]
     landing: Mapping[str, float]
 
     def scaled(self, factor: float) -> Buffers:
-        return Buffers(*({kind: rows * factor for kind, rows in each.items()} for each in (self.own, self.received, self.landing)))
+        return Buffers(*({kind: rows * factor for kind, rows in each.items()}
+                         for each in (self.own, self.received, self.landing)))
 
     @staticmethod
     def bytes_of(rows: Mapping[str, float], heads: Heads) -> float:
@@ -135,11 +137,12 @@ def _planned(mask: Mask, layout: str, seq_len: int, ring: int, heads: Heads, deg
     return _made(mask, (mask,), layout, seq_len, ring, heads, degree, ranks_per_host, routing, rotate)
 
 
-def _made(mask: Mask, masks: tuple[Mask, ...], layout: str, seq_len: int, ring: int, heads: Heads, degree: int, ranks_per_host: int,
-          routing: str, rotate: str) -> dict[str, Loads]:
+def _made(mask: Mask, masks: tuple[Mask, ...], layout: str, seq_len: int, ring: int, heads: Heads, degree: int,
+          ranks_per_host: int, routing: str, rotate: str) -> dict[str, Loads]:
     plan = build_plan(mask, Layout(layout, seq_len, ring, masks, degree), routing=routing)
     back = choose(plan, heads, rotate).plan
-    return {"forward": _loads(plan, "forward", degree, ranks_per_host), "backward": _loads(back, "backward", degree, ranks_per_host)}
+    return {"forward": _loads(plan, "forward", degree, ranks_per_host),
+            "backward": _loads(back, "backward", degree, ranks_per_host)}
 
 
 def _loads(plan: Plan, pass_: str, degree: int, ranks_per_host: int) -> Loads:
@@ -159,7 +162,8 @@ def _loads(plan: Plan, pass_: str, degree: int, ranks_per_host: int) -> Loads:
         ends = np.zeros((2, 2, *shape))  # src or dst, inside or across
         for message in plan.messages(pass_):
             if message.kind == kind:
-                hosts = ([(place * degree + part) // ranks_per_host for part in range(degree)] for place in (message.src, message.dst))
+                hosts = ([(place * degree + part) // ranks_per_host for part in range(degree)]
+                         for place in (message.src, message.dst))
                 crossings = {a != b for a, b in zip(*hosts)}
                 for is_across in crossings:
                     ends[0, int(is_across), message.step, message.src] += message.num_rows
@@ -246,7 +250,8 @@ def pass_time(loads: Loads, pass_: str, heads: Heads, hardware: Hardware, *, deg
     flops_per_pair = 4 * heads.head_dim * heads.batch * heads.num_heads * WORK[pass_]
     mean = loads.pairs / np.maximum(loads.visits, 1)
     sizes, where = np.unique(mean, return_inverse=True)
-    rates = np.array([max(hardware.attention_tflops(pass_, (2 * size) ** 0.5), _SELDOM) for size in sizes])[where].reshape(mean.shape)
+    rates = np.array([max(hardware.attention_tflops(pass_, (2 * size) ** 0.5), _SELDOM) for size in sizes])
+    rates = rates[where].reshape(mean.shape)
     kernel = loads.pairs * flops_per_pair / (rates * 1e9) + loads.visits * hardware.visit_us / 1e3
     row_bytes = heads.row_bytes
     inside, across = (sum(loads.sent[kind][side] * row_bytes[kind] for kind in loads.sent) for side in (0, 1))

@@ -44,7 +44,7 @@ def predict(job: Job, hardware: Hardware) -> Prediction:
 
 
 def ranked(jobs: Iterable[Job], hardware: Hardware) -> tuple[list[Prediction], list[str]]:
-    """What fits, most tokens per second and GPU first, then what does not, least memory first; and what could not be planned, why."""
+    """What fits, most tokens per second and GPU first, then what does not, least memory first; and why some were not planned."""
     found, refused = [], []
     for job in jobs:
         try:
@@ -58,7 +58,7 @@ def ranked(jobs: Iterable[Job], hardware: Hardware) -> tuple[list[Prediction], l
 def _rank(each: Prediction) -> tuple:
     if not each.fits:
         return 1, each.memory.reserved_gib
-    # Of those that are as fast within half a percent, which no prediction tells apart: the shortest step, then what keeps most here.
+    # Of those that are as fast within half a percent, which no prediction tells apart: the shortest step, the least on hosts.
     speed = -round(math.log(each.time.tokens_per_s_per_gpu) / _SAME)
     return 0, speed, each.job.dp, each.job.ulysses, each.host_gib, each.memory.reserved_gib
 

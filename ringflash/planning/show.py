@@ -15,17 +15,17 @@ MFU = ("model FLOPs = 6 x weights of matrix products x tokens + 12 x heads x hea
 
 def text(best: Prediction, others: Sequence[Prediction], longest: int) -> str:
     """The best division in full, the others as a table, and what all of it rests on."""
-    parts = [title(best.job, best.hardware), ranking([best, *others]), "", f"{best.job.name}, step by step", memory(best), "", seconds(best), "",
-             communication(best), "", totals(best, longest), "", assumptions(best.hardware)]
-    return "\n".join(parts)
+    parts = [f"{title(best.job, best.hardware)}\n{ranking([best, *others])}", f"{best.job.name}:\n{memory(best)}", seconds(best),
+             communication(best), totals(best, longest), assumptions(best.hardware)]
+    return "\n\n".join(parts)
 
 
 def title(job: Job, hardware: Hardware) -> str:
     cfg = job.cfg
     hosts = -(-job.num_gpus // job.gpus_per_host)
     documents = "one document" if job.documents is None else f"{len(job.documents) - 1:,} documents"
-    return (f"{job.sizes.total / 1e9:.2f} B parameters in {cfg.model.num_layers} layers, {job.batch} x {job.seq_len:,} tokens per replica, "
-            f"{documents}, on {job.num_gpus} x {hardware.name} ({hosts} host{'s' if hosts > 1 else ''})\n"
+    return (f"{job.sizes.total / 1e9:.2f} B parameters in {cfg.model.num_layers} layers, {job.batch} x {job.seq_len:,} tokens "
+            f"per replica, {documents}, on {job.num_gpus} x {hardware.name} ({hosts} host{'s' if hosts > 1 else ''})\n"
             f"activations in {job.compute_itemsize} bytes, residual stream in {job.residual_itemsize}, train.tile_rows="
             f"{cfg.train.tile_rows}, attention.layout={cfg.attention.layout}, optim.offload={str(cfg.optim.offload).lower()}, "
             f"accumulation {cfg.train.accumulation}")
@@ -35,8 +35,9 @@ def ranking(predictions: Sequence[Prediction]) -> str:
     rows = [["dp", "ring", "ulysses", "shard", "train.activations", "s / step", "tokens/s/GPU", "MFU", "GiB", "host GiB", ""]]
     for each in predictions:
         job, time = each.job, each.time
-        rows.append([job.dp, job.ring, job.ulysses, job.shard, job.activations, _short(time.seconds), f"{time.tokens_per_s_per_gpu:,.0f}",
-                     f"{100 * time.mfu:.1f}%", f"{each.memory.reserved_gib:.1f}", f"{each.host_gib:.0f}",
+        rows.append([job.dp, job.ring, job.ulysses, job.shard, job.activations, _short(time.seconds),
+                     f"{time.tokens_per_s_per_gpu:,.0f}", f"{100 * time.mfu:.1f}%", f"{each.memory.reserved_gib:.1f}",
+                     f"{each.host_gib:.0f}",
                      "" if each.fits else f"does not fit: {each.why_not}"])
     return table(rows, left=(4, 10))
 
@@ -69,12 +70,12 @@ def communication(prediction: Prediction) -> str:
             rows.append([f"{mask!r}", count, name, len(each.steps), f"{max(step.kernel_ms for step in each.steps):.2f}",
                          f"{max(step.hop_ms for step in each.steps):.2f}", f"{1e3 * each.hop_gb:,.1f}", f"{each.sent_gb:.2f}",
                          f"{100 * each.hidden:.1f}%", f"{100 * low:.0f} to {100 * high:.0f}%", f"{each.alltoall_ms:.2f}"])
-    head = ["attention of a layer that sees", "layers", "pass", "steps", "kernel ms", "hop ms", "MB a hop", "GB sent", "hidden", "by step",
-            "all-to-all ms"]
+    head = ["attention of a layer that sees", "layers", "pass", "steps", "kernel ms", "hop ms", "MB a hop", "GB sent", "hidden",
+            "by step", "all-to-all ms"]
     lines = [table([head, *rows], left=(0, 2)),
              "kernel, hop: of the step that has most; hidden: the share of the hops' time that kernels of the same steps cover"]
     if job.shard > 1:
-        lines.append(f"weights and gradients: {time.fsdp_gb:.1f} GB received per GPU and step (each layer gathered twice, reduced once)")
+        lines.append(f"weights and gradients: {time.fsdp_gb:.1f} GB received per GPU and step (gathered twice, reduced once)")
     if time.offload_gb:
         lines.append(f"offload: {time.offload_gb:.1f} GB per GPU and step to host memory, as much back")
     return "\n".join(lines)
@@ -83,9 +84,11 @@ def communication(prediction: Prediction) -> str:
 def totals(prediction: Prediction, longest: int) -> str:
     time = prediction.time
     attention = time.model_flops - time.matmul_flops
-    return (f"FLOPs per step: {time.model_flops / 1e15:,.1f} PFLOP of the model (products {time.matmul_flops / 1e15:,.1f}, attention "
-            f"{attention / 1e15:,.1f})\npredicted: {_short(time.seconds)} s per step, {time.tokens_per_s_per_gpu:,.0f} tokens/s per GPU, "
-            f"{time.model_tflops_per_gpu:.0f} model-TFLOP/s per GPU, MFU {100 * time.mfu:.1f}%\n  ({MFU}, {time.peak_tflops:,.0f} TFLOP/s)\n"
+    flops, products, pairs = (f"{count / 1e15:,.1f}" for count in (time.model_flops, time.matmul_flops, attention))
+    return (f"FLOPs per step: {flops} PFLOP of the model (products {products}, attention {pairs})\n"
+            f"predicted: {_short(time.seconds)} s per step, {time.tokens_per_s_per_gpu:,.0f} tokens/s per GPU, "
+            f"{time.model_tflops_per_gpu:.0f} model-TFLOP/s per GPU, MFU {100 * time.mfu:.1f}%\n"
+            f"  ({MFU}, {time.peak_tflops:,.0f} TFLOP/s)\n"
             f"longest sequence that fits so: {longest:,} tokens")
 
 
@@ -127,7 +130,7 @@ def draw(predictions: Sequence[Prediction], path: str | Path) -> None:
                     | {"slack, context": each.memory.reserved_gib - each.memory.live_gib} for each in predictions]
     for axis, stacks, unit in ((axes[0], memory_parts, "GiB per GPU at the peak"),
                                (axes[1], [each.time.parts for each in predictions], "seconds per step")):
-        names = [name for name in dict.fromkeys(name for stack in stacks for name in stack) if any(stack.get(name) for stack in stacks)]
+        names = dict.fromkeys(name for stack in stacks for name, value in stack.items() if value)
         start = [0.0] * len(stacks)
         for index, name in enumerate(names):
             widths = [stack.get(name, 0.0) for stack in stacks]
@@ -147,7 +150,8 @@ def as_dict(prediction: Prediction) -> dict:
     """All figures, for a file."""
     job, time, found = prediction.job, prediction.time, prediction.memory
     return {"dp": job.dp, "ring": job.ring, "ulysses": job.ulysses, "shard": job.shard, "activations": job.activations,
-            "seq_len": job.seq_len, "gpus": job.num_gpus, "fits": prediction.fits, "seconds": time.seconds, "seconds_by_part": dict(time.parts),
+            "seq_len": job.seq_len, "gpus": job.num_gpus, "fits": prediction.fits, "seconds": time.seconds,
+            "seconds_by_part": dict(time.parts),
             "tokens_per_s_per_gpu": time.tokens_per_s_per_gpu, "model_tflops_per_gpu": time.model_tflops_per_gpu, "mfu": time.mfu,
             "live_gib": found.live_gib, "reserved_gib": found.reserved_gib, "peak": found.when, "host_gib": prediction.host_gib,
             "gib_by_part": {part: size / GIB for part, size in found.parts.items()}}

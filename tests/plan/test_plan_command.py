@@ -13,8 +13,9 @@ def test_a_plan_names_memory_by_part_seconds_communication_the_best_division_and
     files = [str(tmp_path / name) for name in ("plan.json", "plan.png")]
     assert plan.main([*LLAMA, "--gpus", "8", "--json", files[0], "--png", files[1]]) == 0
     shown = capsys.readouterr().out
-    for text in ("8.03 B parameters in 32 layers", "optimizer state", "K, V and gradients under way", "attention, backward", "hidden",
-                 "tokens/s per GPU, ", "MFU", "longest sequence that fits so: ", "datasheet", "bench.py multi --sections overlap",
+    for text in ("8.03 B parameters in 32 layers", "optimizer state", "K, V and gradients under way", "attention, backward",
+                 "hidden", "tokens/s per GPU, ", "MFU", "longest sequence that fits so: ", "datasheet",
+                 "bench.py multi --sections overlap",
                  "6 x weights of matrix products"):
         assert text in shown
     written = json.loads((tmp_path / "plan.json").read_text())
@@ -25,7 +26,8 @@ def test_a_plan_names_memory_by_part_seconds_communication_the_best_division_and
 
 
 def test_what_is_given_is_not_searched_and_rates_and_documents_change_the_prediction(capsys):
-    given = [*LLAMA, "parallel.cp=8", "parallel.dp=1", "parallel.ulysses=1", "parallel.shard=8", "train.activations=block", "--gpus", "8"]
+    given = [*LLAMA, "parallel.cp=8", "parallel.dp=1", "parallel.ulysses=1", "parallel.shard=8", "train.activations=block",
+             "--gpus", "8"]
     assert plan.main(given) == 0
     whole = capsys.readouterr().out
     assert "block_save_attention" not in whole and "attention, recomputed" in whole
@@ -57,8 +59,8 @@ def test_calibrate_measures_here_and_its_file_replaces_the_tables_numbers_and_pr
     assert plan.main(["calibrate", "model=tiny", "train.dtype=fp32", "--json", str(file), "--layers", "1"]) == 0
     capsys.readouterr()
     found = json.loads(file.read_text())
-    assert set(found["rates"]) >= {"matmul_tflops", "memory_gb_s", "forward_tflops", "backward_tflops", "optimizer_ns", "live_factor",
-                                   "rest_factor", "slack"}
+    assert set(found["rates"]) >= {"matmul_tflops", "memory_gb_s", "forward_tflops", "backward_tflops", "optimizer_ns",
+                                   "live_factor", "rest_factor", "slack"}
     hardware = hardware_of("h200", file)
     assert hardware.matmul_tflops == found["rates"]["matmul_tflops"] != GPUS["h200"].matmul_tflops
     assert hardware.source("matmul_tflops") == f"measured: {file}" and "assumed" in hardware.source("across_gb_s")
@@ -75,9 +77,10 @@ def test_calibrate_measures_here_and_its_file_replaces_the_tables_numbers_and_pr
 def test_compare_reads_a_run_folder_and_fails_where_the_error_is_larger_than_allowed(tmp_path, capsys):
     folder = tmp_path / "run"
     (folder / ".hydra").mkdir(parents=True)
-    (folder / ".hydra" / "overrides.yaml").write_text("- model=tiny\n- data.seq_len=4096\n- parallel.cp=2\n- data.document_mask=false\n")
-    rows = [{"kind": "train", "step": step, "tokens": 4096, "tokens_per_s": 4096 / seconds, "tokens_per_s_per_rank": 2048 / seconds,
-             "peak_memory_gib": 0.5} for step, seconds in ((1, 9.0), (2, 2.0), (3, 2.0))]
+    overrides = ("model=tiny", "data.seq_len=4096", "parallel.cp=2", "data.document_mask=false")
+    (folder / ".hydra" / "overrides.yaml").write_text("".join(f"- {word}\n" for word in overrides))
+    rows = [{"kind": "train", "step": step, "tokens": 4096, "tokens_per_s": 4096 / seconds,
+             "tokens_per_s_per_rank": 2048 / seconds, "peak_memory_gib": 0.5} for step, seconds in ((1, 9.0), (2, 2.0), (3, 2.0))]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert plan.main(["compare", "--measured", str(folder)]) == 1
     shown = capsys.readouterr().out

@@ -1,5 +1,5 @@
-"""The live bytes of a training step as a GPU would have them, on a CPU: the model's, the ring's and the optimizer's own code, with
-kernels that allocate what GPU kernels do and compute nothing."""
+"""The live bytes of a training step as a GPU would have them, on a CPU: the model's, the ring's and the optimizer's own code,
+with kernels that allocate what GPU kernels do and compute nothing."""
 from __future__ import annotations
 
 import contextlib
@@ -87,7 +87,8 @@ def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 def as_on_gpu(ring_size: int, rank: int):
     """Around everything: this process is `rank` of a ring, and tensors are allocated as on a GPU."""
     ranks = Ranks(ring=object() if ring_size > 1 else None, ring_rank=rank, ring_size=ring_size)
-    with mock.patch.object(ops, "ranks_by_name", lambda *names: ranks), mock.patch.object(ops, "select", lambda *a, **k: Kernels), \
+    with mock.patch.object(ops, "ranks_by_name", lambda *names: ranks), \
+            mock.patch.object(ops, "select", lambda *a, **k: Kernels), \
             mock.patch.object(ops, "check_carrier", lambda *a: None), mock.patch.object(ops, "must_compare", lambda *a: False), \
             mock.patch.object(ops, "make_carrier", lambda *a: NoExchange()), \
             mock.patch.object(loop, "_intervals", BoundedCache(max_weight=256 << 20)), \
