@@ -96,9 +96,11 @@ def body(rank: int, world_size: int, folder: str) -> dict:
     for shard in (1, -1):
         gc.collect()
         torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         made = trainer_of(config(1, 4, shard))
-        found["bytes"][shard] = (torch.cuda.memory_allocated() - before, 4 * made.num_parameters)
+        found["bytes"][shard] = (torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before,
+                                 4 * made.num_parameters)
         del made
     return found
 
@@ -131,6 +133,6 @@ def test_a_checkpoint_written_while_training_goes_on_is_that_of_its_step(ranks):
 
 def test_a_rank_allocates_its_share(ranks):
     for rank in ranks:
-        (replicated, size), (sharded, _) = rank["bytes"][1], rank["bytes"][-1]
+        (replicated, _, size), (sharded, peak, _) = rank["bytes"][1], rank["bytes"][-1]
         assert replicated >= size
-        assert sharded < 0.35 * size, "a quarter, vectors, and what small blocks are rounded up to"
+        assert sharded <= peak < 0.35 * size, "a quarter, vectors, and what small blocks are rounded up to; also on the way there"

@@ -53,10 +53,11 @@ def test_a_model_takes_the_same_step_with_it(tied):
 
 def test_training_takes_it_with_attention_deterministic():
     from ringflash.train.trainer import Trainer
+    from ringflash.train.text import Data
     from ringflash.train.world import single
 
     for deterministic in (False, True):
         cfg = Config()
         cfg = dataclasses.replace(cfg, attention=dataclasses.replace(cfg.attention, deterministic=deterministic),
                                   data=dataclasses.replace(cfg.data, prefetch=False))  # there is no data
-        assert Trainer(cfg, single(), None).model.embedding.deterministic is deterministic
+        assert Trainer(cfg, single(), Data(None, None, 0.0)).model.embedding.deterministic is deterministic
