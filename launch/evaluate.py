@@ -53,7 +53,8 @@ def main(argv: list[str] | None = None) -> int:
         validate(cfg, ranks)
         check_world(cfg, 1)
     except (ValueError, OSError, OmegaConfBaseException) as error:
-        for line in (str(error).splitlines()[0] if isinstance(error, OmegaConfBaseException) else str(error), *misspelt(overrides)):
+        said = str(error).splitlines()[0] if isinstance(error, OmegaConfBaseException) else str(error)
+        for line in (said, *misspelt(overrides)):
             print(f"ringflash evaluate: {line}", file=sys.stderr, flush=True)
         return 2
     if is_worker:
@@ -88,8 +89,8 @@ def arguments(words: list[str]) -> tuple[Path, Path, list[str]]:
 
 
 def configuration(run: Path, overrides: list[str]) -> Config:
-    """The run's, with dotted overrides instead and its last weights as the first ones. OmegaConfBaseException for a key that does not
-    exist or a value of another type."""
+    """The run's, with dotted overrides instead and its last weights as the first ones. OmegaConfBaseException for a key that does
+    not exist or a value of another type."""
     cfg = to_config(OmegaConf.merge(OmegaConf.load(run / ".hydra" / "config.yaml"), OmegaConf.from_dotlist(overrides)))
     cfg.model.weights = str(run)
     return cfg

@@ -1,7 +1,8 @@
 """Floating-point operations that a model asks for, of which utilisation (MFU) is the share of a GPU's peak. No torch.
 
-Convention: 6 x weights of matrix products x tokens + 12 x heads x head_dim x allowed pairs of each layer; forward and backward, exact
-to the mask (causal, windows, chunks, documents). Embedding look-ups, norms and what is computed again in the backward count nothing.
+Convention: 6 x weights of matrix products x tokens + 12 x heads x head_dim x allowed pairs of each layer; forward and backward,
+exact to the mask (causal, windows, chunks, documents). Embedding look-ups, norms and what is computed again in the backward count
+nothing.
 """
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ def peak_tflops(gpu: str) -> float | None:
 
 
 def step_flops(matmul_parameters: int, tokens: int, *, num_heads: int, head_dim: int, layer_pairs: int) -> int:
-    """Of one forward and backward. matmul_parameters: weights that every token is multiplied with, the head among them; layer_pairs:
-    allowed (query, key) pairs, summed over layers and sequences."""
+    """Of one forward and backward. matmul_parameters: weights that every token is multiplied with, the head among them;
+    layer_pairs: allowed (query, key) pairs, summed over layers and sequences."""
     return 6 * matmul_parameters * tokens + 12 * num_heads * head_dim * layer_pairs
 
 

@@ -1,4 +1,4 @@
-"""The cross-entropy of each row of a linear head, and whether its label was the model's first choice: for evaluation, no gradients."""
+"""The cross-entropy of each row of a linear head, and whether its label was the model's first choice; without gradients."""
 from __future__ import annotations
 
 from typing import NamedTuple

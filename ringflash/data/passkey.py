@@ -81,15 +81,15 @@ class PasskeyDataset(_Questions):
     prompt      integers [m]: says that the key follows
     alphabet    integers [a], all different: the tokens that keys are drawn from
     key_tokens  of each key, at most a
-    depths      places of the first key, 0 the start and 1 right before the question; sample n has depths[n % len]. None: any place
+    depths      places of the first key, 0 the start, 1 right before the question; sample n has depths[n % len]. None: any place
     everywhere  labels everywhere; else at the answer alone
     document_mask  batches carry cu_seqlens [0, seq_len]: a sample is one document
 
     Raises ValueError where seq_len does not hold both keys and their prompts.
     """
 
-    def __init__(self, filler: RandomFiller | TextFiller, seq_len: int, *, prompt: np.ndarray, alphabet: np.ndarray, key_tokens: int,
-                 seed: int = 0, depths: Sequence[float] | None = None, everywhere: bool = False, batch_size: int = 1,
+    def __init__(self, filler: RandomFiller | TextFiller, seq_len: int, *, prompt: np.ndarray, alphabet: np.ndarray,
+                 key_tokens: int, seed: int = 0, depths: Sequence[float] | None = None, everywhere: bool = False, batch_size: int = 1,
                  document_mask: bool = False):
         self.filler, self.seq_len, self.seed, self.depths, self.everywhere = filler, seq_len, seed, depths, everywhere
         self.prompt, self.alphabet, self.key_tokens = np.asarray(prompt, np.int64), np.asarray(alphabet, np.int64), key_tokens
@@ -173,7 +173,8 @@ class PackedPasskeys(_Questions):
             fitting = int(np.searchsorted(self.lengths, left, side="right"))
             if not fitting:
                 break
-            starts.append(starts[-1] + int(self.lengths[np.searchsorted(shares[:fitting - 1], value * shares[fitting - 1], "right")]))
+            index = np.searchsorted(shares[:fitting - 1], value * shares[fitting - 1], side="right")
+            starts.append(starts[-1] + int(self.lengths[index]))
         return np.unique([*starts, self.seq_len]).astype(np.int32)
 
     def read(self, sample: int, positions: np.ndarray) -> np.ndarray:

@@ -65,8 +65,8 @@ def evaluate(trainer: Trainer) -> Evaluation:
 
 
 def scored(trainer: Trainer, dataset: Samples, count: int) -> Iterator[tuple[ShardedBatch, TokenLoss, int]]:
-    """(this rank's rows, their losses, the number of the sample) of those of samples 0 .. count - 1 that are this rank's ring's; under
-    torch.no_grad. All ranks must come here, and go through to the end."""
+    """(this rank's rows, their losses, the number of the sample) of those of samples 0 .. count - 1 that are this rank's ring's;
+    under torch.no_grad. All ranks must come here, and go through to the end."""
     world = trainer.world
     trainer.model.eval()
     # The same number of forwards on every rank, as sharded weights want it: a ring without a sample of its own repeats the last.

@@ -250,7 +250,7 @@ def run(cfg: Config, *, store: dist.Store, rank: int, world_size: int, folder: P
 
 
 def warm_up_kernel(cfg: Config, device: torch.device) -> None:
-    """Compiles what attention will run. Before the first collective: a rank that is still busy with it looks like a hang to others."""
+    """Compiles what attention will run. Before the first collective: a rank that is busy with it looks like a hang to others."""
     model = model_config(cfg)
     heads = HeadSplit(model.num_heads, model.num_kv_heads, cfg.parallel.ulysses)
     select_kernel(cfg, device).warmup(

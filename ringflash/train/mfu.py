@@ -43,7 +43,8 @@ class Meter:
         return step_flops(self.matmul_parameters, count * self.train.seq_len, layer_pairs=pairs, **self.heads)
 
     def row(self, step: int, step_s: float) -> dict:
-        """{tflops_per_rank (not of experts), mfu (where the peak is known), peak_memory_gib} of optimizer step `step` (from 0), which took step_s."""
+        """{tflops_per_rank (not of experts), mfu (where the peak is known), peak_memory_gib} of optimizer step `step` (from 0), which
+        took step_s."""
         flops = self.step_flops(step)
         self.flops, self.seconds = self.flops + flops, self.seconds + step_s
         return self._rate(flops, step_s) | {"peak_memory_gib": self.memory() / 2**30}
@@ -83,7 +84,8 @@ def peak_of(dtype: torch.dtype, device: torch.device) -> tuple[float | None, str
     peak = peak_tflops(name)
     if peak is None:
         return None, f"no MFU: the peak of {name} is not known"
-    return peak, f"6 x matmul weights x tokens + 12 x heads x head_dim x allowed pairs, of {peak:,.0f} TFLOP/s ({name}, bf16 dense)"
+    return peak, ("6 x matmul weights x tokens + 12 x heads x head_dim x allowed pairs, of "
+                  f"{peak:,.0f} TFLOP/s ({name}, bf16 dense)")
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -1,4 +1,4 @@
-"""A trace of some steps, for chrome://tracing or ui.perfetto.dev, with ranges that name the step, the evaluation and the ring's hops."""
+"""A trace of some steps, for chrome://tracing or ui.perfetto.dev, with ranges that name the step and the ring's hops."""
 from __future__ import annotations
 
 import sys

@@ -1,4 +1,4 @@
-"""What a run leaves behind, written by rank 0 alone: metrics.jsonl, summary.json, plots, weights.pt, event files, and what is shown.
+"""What a run leaves behind, written by rank 0 alone: metrics.jsonl, summary.json, plots, weights.pt, event files, and what it shows.
 
 metrics.jsonl holds every step once, also over a resume: rows after the step that a run goes on from belong to what was lost.
 """
@@ -24,8 +24,8 @@ class Recorder:
     """Collects the figures of a run. With folder=None (every rank but 0) all of it does nothing."""
 
     def __init__(self, folder: Path | None, cfg: Config, step: int = 0, evaluated: int = 0):
-        """step: the one that the run goes on from; evaluated: the newest of its evaluations. What metrics.jsonl has of later ones is
-        dropped."""
+        """step: the one that the run goes on from; evaluated: the newest of its evaluations. What metrics.jsonl has of later ones
+        is dropped."""
         self.folder = folder
         self.train: list[dict] = []
         self.evals: list[dict] = []
@@ -50,9 +50,9 @@ class Recorder:
         self.log_every, self.steps = cfg.train.log_every, cfg.train.steps
 
     def step(self, row: dict) -> None:
-        """One optimizer step: {step, loss, lr, grad_norm, tokens, valid_tokens, tokens_per_s, tokens_per_s_per_rank, tflops_per_rank,
-        mfu (where the GPU's peak is known), peak_memory_gib, data_wait_ms, time_s}; of one that was skipped loss and grad_norm are
-        None, and it has skipped: why."""
+        """One optimizer step: {step, loss, lr, grad_norm, tokens, valid_tokens, tokens_per_s, tokens_per_s_per_rank,
+        tflops_per_rank, mfu (where the GPU's peak is known), peak_memory_gib, data_wait_ms, time_s}; of one that was skipped loss
+        and grad_norm are None, and it has skipped: why."""
         if self.folder is None:
             return
         self.train.append(row)
@@ -70,7 +70,8 @@ class Recorder:
         self.evals.append(row)
         self._write({"kind": "eval", **row})
         if not self.bar.disable:
-            self.bar.write(f"step {row['step']}: held-out loss {row['heldout_loss']:.4f} ({row['valid_tokens']:,} tokens)", file=sys.stderr)
+            self.bar.write(f"step {row['step']}: held-out loss {row['heldout_loss']:.4f} ({row['valid_tokens']:,} tokens)",
+                           file=sys.stderr)
 
     def passkey(self, step: int, recall: Recall) -> None:
         """How many keys were found after `step`."""

@@ -44,7 +44,8 @@ def open_data(cfg: Config) -> Data:
         if source.num_ids > cfg.model.vocab_size:
             raise ValueError(f"model.vocab_size={cfg.model.vocab_size}: the tokens of data.path={path or 'null'} need "
                              f"{source.num_ids} (the largest is {source.num_ids - 1}); nearest: {source.num_ids}")
-    asked = tuple(passkey_samples(cfg, sources, length, seed=_ASKED, depths=depths_of(cfg.eval.passkey.depths), document_mask=True)
+    depths = depths_of(cfg.eval.passkey.depths)
+    asked = tuple(passkey_samples(cfg, sources, length, seed=_ASKED, depths=depths, document_mask=True)
                   for length in cfg.eval.passkey.lengths)
     if d.task == "passkey":
         options = {"everywhere": cfg.eval.passkey.labels == "all", "document_mask": d.document_mask}
@@ -70,26 +71,27 @@ def depths_of(count: int) -> tuple[float, ...]:
     return tuple(index / (count - 1) for index in range(count)) if count > 1 else (0.5,)
 
 
-def passkey_samples(cfg: Config, sources: Sequence[Prepared], length: int, *, seed: int, is_training: bool = False, **options) -> \
-        PasskeyDataset:
+def passkey_samples(cfg: Config, sources: Sequence[Prepared], length: int, *, seed: int, is_training: bool = False,
+                    **options) -> PasskeyDataset:
     """Samples of `length` tokens of the task of eval.passkey, filled from the training or the held-out text of the sources."""
     p, d = cfg.eval.passkey, cfg.data
     tokenizer = load_tokenizer(d.tokenizer, d.document_start)
     if any(source.num_ids > tokenizer.size for source in sources):
-        raise ValueError(f"eval.passkey.prompt={p.prompt!r}: would be written in data.tokenizer={d.tokenizer}, which did not make the "
-                         "text's tokens; name the tokenizer.json that did")
+        raise ValueError(f"eval.passkey.prompt={p.prompt!r}: would be written in data.tokenizer={d.tokenizer}, which did not make "
+                         "the text's tokens; name the tokenizer.json that did")
     prompt = tokenizer.encode(p.prompt.encode())[1:]
-    letters = [tokenizer.encode(letter.encode())[1:] for letter in dict.fromkeys(p.alphabet)]
-    if any(len(tokens) != 1 for tokens in letters):
-        raise ValueError(f"eval.passkey.alphabet={p.alphabet!r}: each character is to be one token, which "
-                         f"{[letter for letter, tokens in zip(dict.fromkeys(p.alphabet), letters) if len(tokens) != 1][0]!r} is not")
-    alphabet = np.concatenate(letters)
+    letters = {letter: tokenizer.encode(letter.encode())[1:] for letter in p.alphabet}
+    for letter, tokens in letters.items():
+        if len(tokens) != 1:
+            raise ValueError(f"eval.passkey.alphabet={p.alphabet!r}: each character is to be one token, which {letter!r} is not")
+    alphabet = np.concatenate(list(letters.values()))
     num_ids = max(int(prompt.max()), int(alphabet.max())) + 1
     if num_ids > cfg.model.vocab_size:
-        raise ValueError(f"model.vocab_size={cfg.model.vocab_size}: the tokens of eval.passkey's prompt and alphabet need {num_ids}; "
-                         f"nearest: {num_ids}")
+        raise ValueError(f"model.vocab_size={cfg.model.vocab_size}: the tokens of eval.passkey's prompt and alphabet need "
+                         f"{num_ids}; nearest: {num_ids}")
     if p.filler == "random":
-        filler = RandomFiller(np.setdiff1d(np.arange(min(tokenizer.size, cfg.model.vocab_size)), [*prompt, *alphabet, tokenizer.start]), seed)
+        ids = np.arange(min(tokenizer.size, cfg.model.vocab_size))
+        filler = RandomFiller(np.setdiff1d(ids, [*prompt, *alphabet, tokenizer.start]), seed)
     else:
         splits = [source.corpus.train if is_training else source.corpus.heldout for source in sources]
         filler = TextFiller([split.tokens for split in splits], [split.content for split in splits], seed)

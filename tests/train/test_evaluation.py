@@ -1,4 +1,4 @@
-"""Evaluation: the loss of each token, whole and by position, the same for every number of ranks, in no more memory than training."""
+"""Evaluation: the loss of each token, whole and by position, the same on every mesh, in no more memory than training."""
 import numpy as np
 import pytest
 import torch
