@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .hopper_forward_tiles import by_tile
+from .hopper_forward_tiles import spans
 from .intervals import Intervals
 
 RECORD = 8  # of the table: the first key; a, b, c, d; where in [b, c) the walk starts; whether it adds to dk and dv; nothing
@@ -46,31 +46,25 @@ def key_items(
 def runs(q_lo: Tensor, q_hi: Tensor, num_q: int, block_m: int, block_n: int, gap: int | None) -> Tensor:
     """int64 [items, RECORD], one per key tile and run of query tiles. q_lo, q_hi: int32 [Sk]. gap: runs end where more than that many
     query tiles in a row see none of the keys; None: nowhere."""
-    lo, hi, num_k, seen = q_lo.long(), q_hi.long(), q_lo.shape[0], q_lo < q_hi
-    col0 = torch.arange(0, num_k, block_n)
+    num_k = q_lo.shape[0]
+    col0, lo, hi, empty, gaps = spans(q_lo, q_hi, block_n, block_m if gap is None else gap * block_m)
     last = (col0 + block_n).clamp(max=num_k) - 1
-    # Keys that nobody sees have a place among the queries all the same: what is walked is what the others are seen by.
-    a = by_tile(torch.where(seen, lo, num_q), block_n, num_q).amin(1) // block_m * block_m
-    d = -(-by_tile(torch.where(seen, hi, 0), block_n, 0).amax(1) // block_m) * block_m
-    a = torch.minimum(a, d)
+    a = torch.where(empty, 0, lo // block_m * block_m)
+    d = torch.where(empty, 0, -(-hi // block_m) * block_m)
     # Both ends are non-decreasing: the first and the last key bound what all are seen by. Rows past the end give nothing: the last
     # query tile counts as full. A key tile that reaches past the last key is masked in every step: its zero rows would give p > 0.
-    whole = col0 + block_n <= num_k
-    b = torch.where(whole, torch.clamp(-(-lo[last] // block_m) * block_m, a, d), d)
-    c = torch.where(whole, torch.clamp(torch.where(hi[col0] >= num_q, d, hi[col0] // block_m * block_m), b, d), d)
+    whole, lo_last, hi_first = col0 + block_n <= num_k, q_lo[last].long(), q_hi[col0].long()
+    b = torch.where(whole, torch.clamp(-(-lo_last // block_m) * block_m, a, d), d)
+    c = torch.where(whole, torch.clamp(torch.where(hi_first >= num_q, d, hi_first // block_m * block_m), b, d), d)
     zero = torch.zeros_like(a)
-    items = torch.stack((col0, a, b, c, d, zero, zero, zero), 1)
-    at = seen.nonzero()[:, 0]
-    if gap is None or len(at) < 2:
-        return items
-    tile, stop, start = at[1:] // block_n, -(-hi[at[:-1]] // block_m) * block_m, lo[at[1:]] // block_m * block_m
-    cuts = ((tile == at[:-1] // block_n) & (start - stop > gap * block_m)).nonzero()[:, 0]
-    more = []
+    items, more = torch.stack((col0, a, b, c, d, zero, zero, zero), 1), []
     # From the end, so that a tile's first record remains the one that is cut; it has no full part.
-    for i, of, until in reversed(list(zip(*(x[cuts].tolist() for x in (tile, start, stop))))):
-        first, _, _, _, d = items[i, :5].tolist()
-        more.append([first, of, d, d, d, 0, 1, 0])
-        items[i, 2:5], items[i, 6] = until, 1
+    for tile, start, stop in reversed(gaps if gap is not None else []):
+        before, after = -(-start // block_m) * block_m, stop // block_m * block_m
+        if after - before > gap * block_m:
+            first, _, _, _, end = items[tile, :5].tolist()
+            more.append([first, after, end, end, end, 0, 1, 0])
+            items[tile, 2:5], items[tile, 6] = before, 1
     return torch.cat((items, torch.tensor(more, dtype=torch.int64).view(-1, RECORD)))
 
 

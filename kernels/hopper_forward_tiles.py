@@ -21,69 +21,62 @@ def query_tiles(intervals: Intervals, rows: int, block_n: int, by_sums: bool, sk
     by_sums: full tiles are done without maxima. skip_empty: without tiles that see nothing."""
     key = ("hopper", "query tiles", rows, block_n, by_sums, skip_empty)
     if key not in intervals.cache:
-        table = tile_table(intervals.host_k_lo, intervals.host_k_hi, rows, block_n, by_sums)
-        if skip_empty:
-            table = table[_sees_something(intervals.host_k_lo, intervals.host_k_hi, rows)[table[:, 0].long() // rows]]
+        table = tile_table(intervals.host_k_lo, intervals.host_k_hi, rows, block_n, by_sums, skip_empty)
         intervals.cache[key] = table.to(intervals.device)
     return intervals.cache[key]
 
 
-def tile_table(k_lo: Tensor, k_hi: Tensor, rows: int, block_n: int, by_sums: bool) -> Tensor:
-    """int32 [ceil(Sq / rows), RECORD] on the host, most steps first. k_lo, k_hi [Sq] int32."""
-    num_q = k_lo.shape[0]
-    row0 = torch.arange(0, num_q, rows)
-    last = (row0 + rows).clamp(max=num_q) - 1
-    lo, hi, sees = k_lo.long(), k_hi.long(), k_lo < k_hi
-    # Rows that see nothing have a place among the keys all the same: what is walked is what the others see.
-    far = int(hi[-1])
-    tile_lo = by_tile(torch.where(sees, lo, far), rows, far).amin(1) // block_n
-    tile_hi = -(-by_tile(torch.where(sees, hi, 0), rows, 0).amax(1) // block_n)
-    empty = tile_hi <= tile_lo
+def tile_table(k_lo: Tensor, k_hi: Tensor, rows: int, block_n: int, by_sums: bool, skip_empty: bool = False) -> Tensor:
+    """int32 [tiles, RECORD] on the host, most steps first. k_lo, k_hi [Sq] int32."""
+    row0, lo, hi, empty, gaps = spans(k_lo, k_hi, rows, 1)
+    last = (row0 + rows).clamp(max=k_lo.shape[0]) - 1
+    lo_first, lo_last, hi_first, hi_last = k_lo[row0].long(), k_lo[last].long(), k_hi[row0].long(), k_hi[last].long()
+    tile_lo, tile_hi = lo // block_n, -(-hi // block_n)
     # Both ends are non-decreasing: the first and the last row bound what all see.
-    full_lo, full_hi = -(-lo[last] // block_n), hi[row0] // block_n
+    full_lo, full_hi = -(-lo_last // block_n), hi_first // block_n
     if by_sums:
         # A row whose keys end where the partial tiles start, or start where they end, sees its first key in a full one: that goes
         # by maxima as if it were partial.
-        at_hi = hi[row0] == full_hi * block_n
-        unseen = (at_hi & (hi[last] > hi[row0])) | (at_hi & (lo[last] == full_lo * block_n) & (lo[row0] < lo[last]))
+        at_hi = hi_first == full_hi * block_n
+        unseen = at_hi & ((hi_last > hi_first) | ((lo_last == full_lo * block_n) & (lo_first < lo_last)))
         full_hi = full_hi - unseen.long()
     no_full = full_hi <= full_lo
-    gap_lo, gap_hi = _gaps(lo, hi, sees, rows, block_n, row0.shape[0])
-    full_lo, full_hi = (torch.where(no_full, gap, end) for gap, end in ((gap_lo, full_lo), (gap_hi, full_hi)))
-    full = torch.where(no_full, 0, full_hi - full_lo)
-    # Without full tiles and without a gap all partial ones are at the upper end.
-    none = no_full & (gap_hi <= gap_lo)
-    high = tile_hi - torch.where(none, tile_lo, full_hi)
-    masked = high + torch.where(none, 0, full_lo - tile_lo)
+    # Without full tiles all partial ones are at the upper end, but for those before a gap.
+    low, stop = (torch.where(no_full, tile_lo, full) for full in (full_lo, full_hi))
+    full = stop - low
+    for tile, start, end in gaps:
+        first, after = -(-start // block_n), end // block_n
+        if after - first > int(stop[tile] - low[tile]):
+            low[tile], stop[tile] = first, after
+    high = tile_hi - stop
+    masked = high + low - tile_lo
     steps = masked + full
     final = (full == 0).long() if by_sums else torch.ones_like(steps)
     # One that sees nothing is one key tile, masked out whole.
     record = [row0, final, torch.zeros_like(row0), *(torch.where(empty, one, x) for one, x in (
         (1, steps), (1, high), (1, masked), (1, tile_hi), (0, tile_lo)))]
-    table = torch.stack(record, 1)
     order = torch.argsort(torch.where(empty, 0, steps), descending=True, stable=True)
-    return table[order].to(torch.int32)
+    if skip_empty:
+        order = order[: int((~empty).sum())]
+    return torch.stack(record, 1)[order].to(torch.int32)
 
 
-def by_tile(x: Tensor, rows: int, fill: int) -> Tensor:
-    """[Sq] -> [ceil(Sq / rows), rows], filled up."""
-    return torch.nn.functional.pad(x, (0, -x.shape[0] % rows), value=fill).view(-1, rows)
+def spans(lo: Tensor, hi: Tensor, rows: int, least: int) -> tuple[Tensor, Tensor, Tensor, Tensor, list[tuple[int, int, int]]]:
+    """What the rows of each tile see together: (first row, lo, hi, whether it is nothing) [tiles], and the gaps between what two
+    neighbours of one tile see: (tile, start, stop), at least `least` long.
 
-
-def _sees_something(k_lo: Tensor, k_hi: Tensor, rows: int) -> Tensor:
-    """bool [ceil(Sq / rows)]."""
-    return by_tile(k_lo < k_hi, rows, 0).any(1)
-
-
-def _gaps(lo: Tensor, hi: Tensor, sees: Tensor, rows: int, block_n: int, num_tiles: int) -> tuple[Tensor, Tensor]:
-    """(first, stop) [num_tiles] of the widest run of key tiles between those that a query tile's rows see; 0, 0: none."""
-    at = sees.nonzero()[:, 0]
-    found = torch.zeros(2, num_tiles, dtype=torch.long)
-    if at.shape[0] > 1:
-        first, stop = -(-hi[at[:-1]] // block_n), lo[at[1:]] // block_n
-        tile = at[1:] // rows
-        inside = ((stop > first) & (tile == at[:-1] // rows)).nonzero()[:, 0]
-        # Few: a narrower one is overwritten by a wider.
-        for a, b, t in sorted(zip(*(x[inside].tolist() for x in (first, stop, tile))), key=lambda gap: gap[1] - gap[0]):
-            found[0, t], found[1, t] = a, b
-    return found[0], found[1]
+    lo, hi: int32 [S], both non-decreasing. Rows that see nothing have a place among the others all the same: they do not count.
+    """
+    row0, at = torch.arange(0, lo.shape[0], rows), (lo < hi).nonzero()[:, 0]
+    seeing_lo, seeing_hi = (lo, hi) if len(at) == lo.shape[0] else (lo[at], hi[at])
+    first, stop = torch.searchsorted(at, row0), torch.searchsorted(at, row0 + rows)
+    empty = first == stop
+    if not len(at):
+        zero = torch.zeros_like(row0)
+        return row0, zero, zero, empty, []
+    span_lo, span_hi = seeing_lo[first.clamp(max=len(at) - 1)].long(), seeing_hi[(stop - 1).clamp(min=0)].long()
+    jumps = (seeing_lo[1:] - seeing_hi[:-1] >= least).nonzero()[:, 0]
+    tiles, before = at[jumps + 1] // rows, at[jumps] // rows
+    inside = jumps[tiles == before]
+    gaps = zip(*(x.tolist() for x in (tiles[tiles == before], seeing_hi[inside], seeing_lo[inside + 1])))
+    return row0, span_lo, torch.where(empty, span_lo, span_hi), empty, list(gaps)
