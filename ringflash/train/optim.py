@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ringflash.config import OptimConfig
 from ringflash.train.optimizer_offload import OffloadedAdamW
@@ -28,7 +29,9 @@ def build_optimizer(cfg: OptimConfig, parameters: Iterable[nn.Parameter]) -> tor
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": cfg.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
+    # torch takes its many-tensors-in-one-kernel form on a GPU by itself, but not for shards, whose type it does not know.
+    foreach = True if any(p.is_cuda and isinstance(p, DTensor) for p in parameters) else None
     if cfg.name == "sgd":
-        return torch.optim.SGD(groups, lr=cfg.lr, momentum=cfg.momentum)
+        return torch.optim.SGD(groups, lr=cfg.lr, momentum=cfg.momentum, foreach=foreach)
     kind = OffloadedAdamW if cfg.offload else torch.optim.AdamW
-    return kind(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps)
+    return kind(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, foreach=foreach)
