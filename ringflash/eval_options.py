@@ -48,8 +48,8 @@ def eval_problems(cfg) -> list[str]:
     if any(length < 2 for length in p.packed):
         problems.append(f"eval.passkey.packed={list(p.packed)}: each is a number of tokens, at least 2")
     if p.packed and cfg.data.task == "passkey" and not cfg.data.document_mask:
-        problems.append(f"eval.passkey.packed={list(p.packed)}: packed texts are documents, data.document_mask=false would let them "
-                        "see each other; nearest: [], or data.document_mask=true")
+        problems.append(f"eval.passkey.packed={list(p.packed)}: packed texts are documents, data.document_mask=false would let "
+                        "them see each other; nearest: [], or data.document_mask=true")
     if p.packed and max(p.packed) > cfg.data.seq_len:
         problems.append(f"eval.passkey.packed={list(p.packed)}: must fit into data.seq_len={cfg.data.seq_len}; nearest: "
                         f"{sorted({min(length, cfg.data.seq_len) for length in p.packed})}")
@@ -72,12 +72,12 @@ def _showing(t) -> list[str]:
             problems.append(f"train.{key}={getattr(t, key)}: a number of steps, at least 0; nearest: 0")
     if t.profile > 0 and t.profile_after + t.profile > t.steps:
         last = t.profile_after + t.profile
-        problems.append(f"train.profile={t.profile}: with train.profile_after={t.profile_after} that is step {t.profile_after + 1} "
-                        f"to {last} of train.steps={t.steps}; nearest: train.profile={min(t.profile, t.steps)} "
+        problems.append(f"train.profile={t.profile}: with train.profile_after={t.profile_after} that is step "
+                        f"{t.profile_after + 1} to {last} of train.steps={t.steps}; nearest: train.profile={min(t.profile, t.steps)} "
                         f"train.profile_after={max(0, t.steps - t.profile)}")
     if t.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        problems.append("train.tensorboard=true: the package tensorboard is not installed here; nearest: false (metrics.jsonl has "
-                        "the same figures), or pip install tensorboard")
+        problems.append("train.tensorboard=true: the package tensorboard is not installed here; nearest: false (metrics.jsonl "
+                        "has the same figures), or pip install tensorboard")
     return problems
 
 

@@ -89,8 +89,8 @@ class PasskeyDataset(_Questions):
     """
 
     def __init__(self, filler: RandomFiller | TextFiller, seq_len: int, *, prompt: np.ndarray, alphabet: np.ndarray,
-                 key_tokens: int, seed: int = 0, depths: Sequence[float] | None = None, everywhere: bool = False, batch_size: int = 1,
-                 document_mask: bool = False):
+                 key_tokens: int, seed: int = 0, depths: Sequence[float] | None = None, everywhere: bool = False,
+                 batch_size: int = 1, document_mask: bool = False):
         self.filler, self.seq_len, self.seed, self.depths, self.everywhere = filler, seq_len, seed, depths, everywhere
         self.prompt, self.alphabet, self.key_tokens = np.asarray(prompt, np.int64), np.asarray(alphabet, np.int64), key_tokens
         self.batch_size, self.document_mask = batch_size, document_mask

@@ -43,8 +43,8 @@ class Meter:
         return step_flops(self.matmul_parameters, count * self.train.seq_len, layer_pairs=pairs, **self.heads)
 
     def row(self, step: int, step_s: float) -> dict:
-        """{tflops_per_rank (not of experts), mfu (where the peak is known), peak_memory_gib} of optimizer step `step` (from 0), which
-        took step_s."""
+        """{tflops_per_rank (not of experts), mfu (where the peak is known), peak_memory_gib} of optimizer step `step` (from 0),
+        which took step_s."""
         flops = self.step_flops(step)
         self.flops, self.seconds = self.flops + flops, self.seconds + step_s
         return self._rate(flops, step_s) | {"peak_memory_gib": self.memory() / 2**30}

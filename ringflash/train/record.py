@@ -1,4 +1,4 @@
-"""What a run leaves behind, written by rank 0 alone: metrics.jsonl, summary.json, plots, weights.pt, event files, and what it shows.
+"""What a run leaves and shows, written by rank 0 alone: metrics.jsonl, summary.json, plots, weights.pt, event files.
 
 metrics.jsonl holds every step once, also over a resume: rows after the step that a run goes on from belong to what was lost.
 """

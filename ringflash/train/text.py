@@ -77,8 +77,8 @@ def passkey_samples(cfg: Config, sources: Sequence[Prepared], length: int, *, se
     p, d = cfg.eval.passkey, cfg.data
     tokenizer = load_tokenizer(d.tokenizer, d.document_start)
     if any(source.num_ids > tokenizer.size for source in sources):
-        raise ValueError(f"eval.passkey.prompt={p.prompt!r}: would be written in data.tokenizer={d.tokenizer}, which did not make "
-                         "the text's tokens; name the tokenizer.json that did")
+        raise ValueError(f"eval.passkey.prompt={p.prompt!r}: would be written in data.tokenizer={d.tokenizer}, which did not "
+                         "make the text's tokens; name the tokenizer.json that did")
     prompt = tokenizer.encode(p.prompt.encode())[1:]
     letters = {letter: tokenizer.encode(letter.encode())[1:] for letter in p.alphabet}
     for letter, tokens in letters.items():

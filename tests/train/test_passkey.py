@@ -115,7 +115,7 @@ def config(**passkey):
     ({"filler": "noise"}, "eval.passkey.filler=noise: valid: text, random"), ({"labels": "some"}, "valid: answer, all"),
     ({"packed": [66]}, "eval.passkey.packed=[66]: must fit into data.seq_len=65; nearest: [65]"),
     ({"lengths": [5]}, "eval.passkey.lengths=5: 5 tokens do not hold a key of 2 with its prompt of 1 twice; nearest: 6"),
-    ({"key_tokens": 4}, "eval.passkey.key_tokens=4: a key's tokens are all different, and eval.passkey.alphabet has 3; nearest: "),
+    ({"key_tokens": 4}, "eval.passkey.key_tokens=4: a key's tokens are all different, and eval.passkey.alphabet has 3; near"),
     ({"prompt": "#" * 40}, "data.seq_len=65: 65 tokens do not hold a key of 2 with its prompt of 40 twice; nearest: 84"),
     ({"packed": [5]}, "eval.passkey.packed=5: 5 tokens do not hold"),
     ({"alphabet": "x\u00e9"}, "eval.passkey.alphabet='x\u00e9': each character is to be one token, which '\u00e9' is not"),
