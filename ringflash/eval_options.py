@@ -73,8 +73,8 @@ def _showing(t) -> list[str]:
     if t.profile > 0 and t.profile_after + t.profile > t.steps:
         last = t.profile_after + t.profile
         problems.append(f"train.profile={t.profile}: with train.profile_after={t.profile_after} that is step "
-                        f"{t.profile_after + 1} to {last} of train.steps={t.steps}; nearest: train.profile={min(t.profile, t.steps)} "
-                        f"train.profile_after={max(0, t.steps - t.profile)}")
+                        f"{t.profile_after + 1} to {last} of train.steps={t.steps}; nearest: "
+                        f"train.profile={min(t.profile, t.steps)} train.profile_after={max(0, t.steps - t.profile)}")
     if t.tensorboard and importlib.util.find_spec("tensorboard") is None:
         problems.append("train.tensorboard=true: the package tensorboard is not installed here; nearest: false (metrics.jsonl "
                         "has the same figures), or pip install tensorboard")

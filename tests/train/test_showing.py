@@ -1,4 +1,5 @@
-"""What a run shows: figures against independent counts, event files equal to metrics.jsonl, a trace with the ring's hops; and a step without a finite loss that is left out on all ranks together."""
+"""What a run shows: figures against independent counts, event files equal to metrics.jsonl, a trace with the ring's hops; and a
+step without a finite loss that is left out on all ranks together."""
 import dataclasses
 import functools
 import json
