@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 
 from ringflash import Layout, Mask, shard, simulate
+from ringflash.config import Config, TrainConfig
 from ringflash.kernels import cpu, reference
 from ringflash.model import activations
 from ringflash.model.activation_memory import (CHOICES, USABLE, LayerSizes, choose_activations, host_bytes_per_token,
                                                saved_bytes_per_token, step_bytes)
-from ringflash.model.host_store import HostStore
+from ringflash.model.build import build_model
+from ringflash.model.host_store import Handle, HostStore
 from ringflash.ring.exchange import record_traffic
 from ringflash.tests.support.activation_cases import PLAIN, POLICIES, RICH, batch, model, step
 from ringflash.tests.support.distributed import check_ranks
@@ -218,6 +220,73 @@ def test_offload_through_real_copies_has_the_same_bits_and_bounded_host_memory()
         assert not step(made, tokens, torch.arange(50), labels, "contiguous", bf16=True).differs(expected)
         sizes.append(made.store.num_chunks)
     assert sizes[0] == sizes[2] > 0
+
+
+class Clock:
+    """Stands for a CUDA stream: remembers what of the others it has waited for, and how far it has come itself."""
+
+    def __init__(self, name):
+        self.name, self.time, self.seen = name, 0, {}
+
+    def work(self):
+        self.time += 1
+        return self.name, self.time
+
+    def wait_stream(self, other):
+        self.wait_event({**other.seen, other.name: other.time})
+
+    def record_event(self):
+        return {**self.seen, self.name: self.time}
+
+    def wait_event(self, event):
+        self.seen = {name: max(self.seen.get(name, 0), event.get(name, 0)) for name in {*self.seen, *event}}
+
+    def has_seen(self, moment):
+        return self.seen.get(moment[0], 0) >= moment[1] or moment[0] == self.name
+
+
+def test_on_a_gpu_each_copy_waits_for_what_it_reads_and_memory_is_given_up_after_its_copies(monkeypatch):
+    compute, side = Clock("compute"), Clock("side")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    store = HostStore(64)
+    plain = store.chunk
+    store.stream, store.chunk, store.copies = lambda device: side, lambda pinned: plain(pinned=False), True
+    copy, given_up = Handle._copy, []
+
+    def copied(self, tensors, to_host):
+        made = compute.work()                               # whatever compute did last: made these tensors, or used their memory
+        copy(self, tensors, to_host)
+        assert side.has_seen(made)
+        self.copied, self.moment = {**side.record_event(), "side": side.time + 1}, side.work()
+
+    def leave(self):
+        was_there = self.tensors is not None
+        plain_leave(self)
+        if was_there and self.tensors is None:
+            assert compute.has_seen(self.moment), "given up while it is copied"
+            given_up.append(self)
+
+    plain_leave = Handle.leave_device
+    monkeypatch.setattr(Handle, "_copy", copied)
+    monkeypatch.setattr(Handle, "leave_device", leave)
+    for _ in range(2):
+        handles = [store.put(_tensors(seed)) for seed in range(4)]
+        for seed in (3, 2, 1, 0):
+            taken = handles[seed].take()
+            assert compute.has_seen(handles[seed].moment), "read, or given up by its new owner, before it has come"
+            assert all(torch.equal(a, b) for a, b in zip(taken, _tensors(seed), strict=True))
+            assert seed == 0 or handles[seed - 1].tensors is not None, "the one before is on its way"
+    assert len(given_up) >= 6
+
+
+def test_the_run_configuration_reaches_the_model():
+    cfg = Config(train=TrainConfig(activations="auto", tile_rows=8, residual_dtype="bf16", dtype="bf16"))
+    found = [build_model(cfg, None, tokens=4096, device_bytes=size) for size in (None, 10**12, 1)]
+    assert [made.layers[0].activations for made in found] == ["none", "none", "offload"]
+    assert all(made.layers[0].tile_rows == 8 == made.tile_rows and made.residual_dtype == torch.bfloat16 for made in found)
+    plain = build_model(Config(), None)
+    assert (plain.layers[0].activations, plain.tile_rows, plain.residual_dtype, plain.head.loss) == ("none", 0, None, "chunked")
 
 
 # Over a real ring

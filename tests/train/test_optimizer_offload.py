@@ -1,4 +1,5 @@
 """optim.offload: AdamW's moments in host memory change no bit of a run, and are saved and found again."""
+import contextlib
 import copy
 
 import pytest
@@ -75,6 +76,45 @@ def test_a_loaded_state_goes_on_with_the_same_bits():
     other.load_state_dict(saved)
     step(other, again, 3)
     assert all(torch.equal(a, b) for a, b in zip(weights, again, strict=True))
+
+
+class Clock:
+    """Stands for a CUDA stream: see test_activations.py; here only the order of waits counts."""
+
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def wait_stream(self, other):
+        self.log.append((self.name, "waits for", other.name))
+
+    def record_event(self):
+        return self
+
+    def wait_event(self, event):
+        self.log.append((self.name, "waits for", event.name))
+
+    def synchronize(self):
+        self.log.append(("host", "waits for", self.name))
+
+
+def test_on_a_gpu_every_bucket_waits_for_its_moments_and_the_host_for_the_last(monkeypatch):
+    log = []
+    compute, side = Clock("compute", log), Clock("side", log)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    plain, moved = parameters(), parameters()
+    optimizers = build(plain, False), build(moved, True)
+    optimizers[1].bucket_elements = 50
+    optimizers[1]._stream = lambda device: side
+    for seed in range(3):
+        log.clear()
+        step(optimizers[0], plain, seed)
+        step(optimizers[1], moved, seed)
+        buckets = log.count(("compute", "waits for", "side"))
+        assert buckets > 3 and log == [("side", "waits for", "compute"),
+                                       *[("compute", "waits for", "side"), ("side", "waits for", "compute")] * buckets,
+                                       ("host", "waits for", "side")]
+    assert all(torch.equal(a, b) for a, b in zip(plain, moved, strict=True))
 
 
 def test_a_planted_stale_moment_is_seen():
