@@ -28,14 +28,13 @@ from omegaconf.errors import OmegaConfBaseException
 from ringflash.config import Config, validate
 from ringflash.launch import plan_calibrate, plan_compare
 from ringflash.launch.counts import count
+from ringflash.launch.plan_calibrate import TILE_ROWS
 from ringflash.launch.train import check_overrides, compose, misspelt, register_schema, to_config
 from ringflash.planning import search, show
 from ringflash.planning.hardware import GPUS, Hardware, hardware_of
 from ringflash.planning.job import Job, check_counts, divisions
 from ringflash.ring.documents import parse_documents
 from ringflash.train.trainer import layer_masks
-
-TILE_ROWS = 4096  # where train.tile_rows is not given: the MLP's tensors for this many rows at a time
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,6 +72,8 @@ def run(options: argparse.Namespace) -> int:
     check_counts(options.gpus, options.gpus_per_host)
     hardware = read_hardware(options)
     cfg = read_config(options.overrides, options.gpus)
+    if not cfg.train.tile_rows and not _is_written("train.tile_rows", options.overrides):
+        cfg.train.tile_rows = TILE_ROWS
     jobs = read_jobs(cfg, options)
     found, refused = search.ranked(jobs, hardware)
     if not found:
@@ -113,23 +114,29 @@ def read_config(overrides: Sequence[str], num_gpus: int) -> Config:
     cfg.parallel.dp, cfg.parallel.cp, cfg.parallel.ulysses, cfg.parallel.shard = 1, -1, 1, 1
     validate(cfg, num_gpus)
     cfg.parallel.dp, cfg.parallel.cp, cfg.parallel.ulysses, cfg.parallel.shard = dp, cp, ulysses, shard
-    if not any(word.startswith("train.tile_rows=") for word in overrides):
-        cfg.train.tile_rows = TILE_ROWS
     return cfg
 
 
 def read_jobs(cfg: Config, options: argparse.Namespace) -> list[Job]:
-    keys = {word.split("=")[0] for word in options.overrides}
     documents = parse_documents(options.documents, cfg.data.seq_len) if options.documents else None
-    given = {key: getattr(cfg.parallel, key) for key in ("dp", "cp", "ulysses") if f"parallel.{key}" in keys}
-    policy = cfg.train.activations if "train.activations" in keys else "auto"
-    if "parallel.shard" in keys:
-        shards = [cfg.parallel.shard]
-    else:
+
+    def is_given(key: str) -> bool:
+        """On the command line, or by a group or an experiment, as far as that differs from the default."""
+        group, name = key.split(".")
+        return _is_written(key, options.overrides) or getattr(getattr(cfg, group), name) != getattr(getattr(Config(), group), name)
+
+    given = {key: getattr(cfg.parallel, key) for key in ("dp", "cp", "ulysses") if is_given(f"parallel.{key}")}
+    policy = cfg.train.activations if is_given("train.activations") else "auto"
+    shards = [cfg.parallel.shard]
+    if not is_given("parallel.shard"):
         shards = sorted({1, min(options.gpus, options.gpus_per_host), options.gpus})
     kinds = layer_masks(cfg.attention)
     return [job for shard in shards for job in divisions(cfg, kinds, options.gpus, options.gpus_per_host, **given,
                                                          activations=policy, shard=shard, documents=documents)]
+
+
+def _is_written(key: str, overrides: Sequence[str]) -> bool:
+    return any(word.split("=")[0].lstrip("+") == key for word in overrides)
 
 
 if __name__ == "__main__":

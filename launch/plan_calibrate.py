@@ -28,8 +28,10 @@ from ringflash.train.gradients import clip_gradients, gradient_norm
 from ringflash.train.optim import build_optimizer
 from ringflash.train.trainer import layer_masks
 
+TILE_ROWS = 4096  # where train.tile_rows is not given: the MLP's tensors for this many rows at a time
 LENGTHS = {"cuda": (8192, 16384, 32768, 65536), "cpu": (64, 128)}
-STEP_LENGTHS = {"cuda": (16384, 65536), "cpu": (64, 256)}
+STEP_TILE_ROWS = 4096  # where train.tile_rows is not given: the MLP's tensors for this many rows at a time
+LENGTHS = {"cuda": (16384, 65536), "cpu": (64, 256)}
 _MIN_S = {"cuda": 0.4, "cpu": 0.01}  # that a rate is timed for at least
 
 
@@ -42,6 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, read_config: Callable[..., Config]) -> int:
     cfg = read_config(options.overrides, 1)
+    cfg.train.tile_rows = cfg.train.tile_rows or TILE_ROWS
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     began = time.perf_counter()
     rates: dict[str, object] = {}
@@ -99,7 +102,7 @@ def _dtype(cfg: Config, device: torch.device) -> torch.dtype:
 def matmul_tflops(cfg: Config, device: torch.device) -> float:
     """Of a layer's products, forward and both gradients, rows as in a tile."""
     model, dtype = cfg.model, _dtype(cfg, device)
-    rows = min(cfg.train.tile_rows or 8192, 8192) if device.type == "cuda" else 64
+    rows = min(cfg.train.tile_rows, 8192) if device.type == "cuda" else 64
     head_dim = head_dim_of(model)
     x = torch.randn(rows, model.dim, device=device, dtype=dtype)
     shapes = [(model.dim, (model.num_heads + 2 * model.num_kv_heads) * head_dim), (model.num_heads * head_dim, model.dim),

@@ -45,8 +45,6 @@ def compare(record: dict, hardware: Hardware, options: argparse.Namespace, read_
             ) -> tuple[list, bool]:
     gpus, overrides = record["gpus"], [*record["overrides"], *options.overrides]
     cfg = read_config(overrides, gpus)
-    if not any(word.startswith("train.tile_rows=") for word in overrides):
-        cfg.train.tile_rows = 0             # a run has what it was given
     dp = cfg.parallel.dp if cfg.parallel.dp != -1 else gpus // cfg.parallel.cp
     jobs = divisions(cfg, layer_masks(cfg.attention), gpus, options.gpus_per_host, dp=dp, ulysses=cfg.parallel.ulysses,
                      activations=cfg.train.activations)

@@ -96,12 +96,16 @@ class _Fixed:
         if job.shard > 1:
             unit = sizes.layer
             embedding = FP32 * cfg.model.vocab_size * cfg.model.dim
-            # In a backward: the layer's weights and gradients, the next one's weights, and two reductions under way.
-            self.gathered = {"gathered weights and their gradients": (3 * job.compute_itemsize + 2 * FP32) * unit,
+            # In a backward: the layer's weights and gradient, the next layer's weights and what they come in, a reduction under way.
+            self.gathered = {"gathered weights and their gradients": (4 * job.compute_itemsize + FP32) * unit,
                              "gathered embedding": embedding}
+        # Without parallel.reduce=each a rank keeps whole gradients from one micro-batch to the next.
+        self.grad_shard = 1 if cfg.train.accumulation > 1 and cfg.parallel.reduce == "last" else job.shard
 
     def gradients(self, layers_done: int) -> Parts:
         sizes = self.job.sizes
+        if self.grad_shard < self.job.shard:
+            return {"gradients": FP32 * float(sizes.total)}
         return {"gradients": FP32 * (sizes.head + layers_done * sizes.layer) / self.job.shard}
 
     @property
@@ -110,7 +114,7 @@ class _Fixed:
         job, model = self.job, self.job.cfg.model
         weight = float(FP32 * model.vocab_size * model.dim)
         rounded = job.residual_itemsize if job.residual_itemsize != FP32 else 0
-        return {"embedding's gradient": weight, "residual stream": float(job.tokens * model.dim * (FP32 + rounded)),
+        return {"embedding's gradient": weight * (2 if job.shard > 1 else 1), "residual stream": float(job.tokens * model.dim * (FP32 + rounded)),
                 "gathered embedding": weight if job.shard > 1 else 0.0}
 
     @property

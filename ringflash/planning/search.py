@@ -1,7 +1,6 @@
 """The best way to divide GPUs for a step, and the longest sequence that fits them. No torch."""
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ from ringflash.planning.job import Job
 from ringflash.planning.memory import Memory, step_memory
 from ringflash.planning.step_time import StepTime, host_gib, step_time
 
-_SAME = 0.005  # of the logarithm of a speed
+_SAME = 0.99  # of the fastest's speed
 _LONGEST = 2**31 - 1  # rows that a shard can index, as a bound of the search
 
 
@@ -44,23 +43,27 @@ def predict(job: Job, hardware: Hardware) -> Prediction:
 
 
 def ranked(jobs: Iterable[Job], hardware: Hardware) -> tuple[list[Prediction], list[str]]:
-    """What fits, most tokens per second and GPU first, then what does not, least memory first; and why some were not planned."""
+    """What fits, most tokens per second and GPU first (of those within 1%, the shortest step); then what does not, least memory
+    first; and why some were not planned."""
     found, refused = [], []
     for job in jobs:
         try:
             found.append(predict(job, hardware))
         except ValueError as error:
             refused.append(f"{job.name}: {error}")
-    found.sort(key=_rank)
+    fastest = max((each.time.tokens_per_s_per_gpu for each in found if each.fits), default=0.0)
+
+    def rank(each: Prediction) -> tuple:
+        if not each.fits:
+            return 2, each.memory.reserved_gib
+        speed = each.time.tokens_per_s_per_gpu
+        if speed < _SAME * fastest:
+            return 1, -speed
+        # No prediction tells these apart: the shortest step, then the least on hosts.
+        return 0, each.job.dp, each.job.ulysses, each.host_gib, each.memory.reserved_gib
+
+    found.sort(key=rank)
     return found, refused
-
-
-def _rank(each: Prediction) -> tuple:
-    if not each.fits:
-        return 1, each.memory.reserved_gib
-    # Of those that are as fast within half a percent, which no prediction tells apart: the shortest step, the least on hosts.
-    speed = -round(math.log(each.time.tokens_per_s_per_gpu) / _SAME)
-    return 0, speed, each.job.dp, each.job.ulysses, each.host_gib, each.memory.reserved_gib
 
 
 def longest_sequence(job: Job, hardware: Hardware, step: int = 1024) -> int:

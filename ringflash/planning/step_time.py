@@ -106,7 +106,7 @@ def step_time(job: Job, hardware: Hardware, saved_gb: float = 0.0) -> StepTime:
     model_flops, matmul_flops = (sequences * step_flops(sizes.matmul, sequence_tokens, num_heads=heads.num_heads,
                                                         head_dim=heads.head_dim, layer_pairs=counted) for counted in (pairs, 0))
     return StepTime(parts, attention, model_flops, matmul_flops, sequence_tokens * sequences, job.num_gpus,
-                    micro * _fsdp_gb(job), micro * layers * saved_gb, hardware.peak_tflops)
+                    _fsdp_gb(job), micro * layers * saved_gb, hardware.peak_tflops)
 
 
 def mask_pairs(mask: Mask, seq_len: int) -> int:
@@ -165,10 +165,13 @@ def _gather_exposed_s(job: Job, hardware: Hardware, ahead: float, back: float) -
 
 
 def _fsdp_gb(job: Job) -> float:
-    """GB that a rank receives per micro-batch: each layer's weights twice and its gradients; embedding and head in fp32, once."""
-    share = (job.shard - 1) / job.shard
-    layers = job.cfg.model.num_layers * job.sizes.layer * (2 * job.compute_itemsize + 4)
-    return share * (layers + 8 * job.sizes.root) / 1e9
+    """GB that a rank receives per step: in each micro-batch the layers' weights twice, embedding and head in fp32 once; gradients
+    in fp32 once, or in each with parallel.reduce=each."""
+    sizes, micro = job.sizes, job.cfg.train.accumulation
+    layers = job.cfg.model.num_layers * sizes.layer
+    gathered = micro * (2 * job.compute_itemsize * layers + 4 * sizes.root)
+    reduced = 4 * (layers + sizes.root) * (micro if job.cfg.parallel.reduce == "each" else 1)
+    return (job.shard - 1) / job.shard * (gathered + reduced) / 1e9
 
 
 def _gradient_s(job: Job, hardware: Hardware) -> float:
