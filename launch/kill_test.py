@@ -210,8 +210,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def kills(base: Path, num_moments: int, moments: Iterator[Moment]) -> tuple[int, int, int]:
-    """(kills inside the writing of a checkpoint, runs, most steps lost by one kill). Failed for anything wrong. moments: without end,
-    since a run may be over before one comes."""
+    """(kills inside the writing of a checkpoint, runs, most steps lost by one kill). Failed for anything wrong. moments: without
+    end, since a run may be over before one comes."""
     Attempt(base / "plain", 0, False).finish()
     expected = result(base / "plain" / "run")
     num_runs, number, done, cut_short, most = 1, 0, 0, 0, 0

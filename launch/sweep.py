@@ -20,7 +20,7 @@ class Sweep:
         self.jobs: list[dict] = []
 
     def task(self) -> Callable[[DictConfig], float]:
-        """What Hydra is to call for each job; it returns the held-out loss, which a sweeper minimises, inf for a job that failed."""
+        """What Hydra is to call for each job: returns the held-out loss, which a sweeper minimises, inf for one that failed."""
         @functools.wraps(self.launch)
         def job(composed: DictConfig) -> float:
             loss, code = None, 0
@@ -37,7 +37,8 @@ class Sweep:
 
     def _add(self, folder: Path, loss: float | None, code: int) -> None:
         overrides = OmegaConf.to_container(HydraConfig.get().overrides.task)
-        self.jobs.append({"job": folder.name, "overrides": overrides, "heldout_loss": loss, "exit_code": code, "folder": str(folder)})
+        self.jobs.append({"job": folder.name, "overrides": overrides, "heldout_loss": loss, "exit_code": code,
+                          "folder": str(folder)})
         folder.parent.mkdir(parents=True, exist_ok=True)
         with open(folder.parent / "results.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(self.jobs[-1]) + "\n")

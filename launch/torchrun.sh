@@ -6,8 +6,8 @@
 #
 #   GPUS=8         ranks on each node; default: one per GPU
 #   RESTARTS=3     how often torchrun starts all ranks again after one was lost; needs run.dir, or each begins anew
-#   IFNAME=eth0    the network interface between the nodes, where several might be meant: NCCL (blocks, gradients) and gloo (arguments
-#                  that ranks compare, checkpoints) each pick one by themselves, and not always the same
+#   IFNAME=eth0    the network interface between the nodes, where several might be meant: NCCL (blocks, gradients) and gloo (what
+#                  ranks compare, checkpoints) each pick one by themselves, and not always the same
 #   PYTHON=python3 the interpreter
 # NCCL's own variables reach it as they are: NCCL_IB_HCA=mlx5 (which InfiniBand cards), NCCL_IB_DISABLE=1 (none: sockets),
 # NCCL_DEBUG=INFO (what it found). A stall leaves stacks_rank_* and flight_recorder_* in the run folder by itself.
@@ -17,5 +17,5 @@ cd "$(dirname "$0")/.."
 if [[ -n "${IFNAME:-}" ]]; then
     export NCCL_SOCKET_IFNAME="$IFNAME" GLOO_SOCKET_IFNAME="$IFNAME"
 fi
-exec "${PYTHON:-python}" -m torch.distributed.run --nnodes "$NODES" --nproc-per-node "${GPUS:-gpu}" --max-restarts "${RESTARTS:-0}" \
-    --rdzv-id "$JOB" --rdzv-backend c10d --rdzv-endpoint "$HEAD" launch/train.py "$@"
+exec "${PYTHON:-python}" -m torch.distributed.run --nnodes "$NODES" --nproc-per-node "${GPUS:-gpu}" \
+    --max-restarts "${RESTARTS:-0}" --rdzv-id "$JOB" --rdzv-backend c10d --rdzv-endpoint "$HEAD" launch/train.py "$@"

@@ -1,8 +1,8 @@
 """torchrun as a plain start runs it; not called by hand: train_agent.py PARENT_PID NPROC RESTARTS FOLDER.
 
 Three things more than `python -m torch.distributed.run`: ranks that ended in words of their own are not followed by torchrun's
-traceback, which tells of a crash, and are not started again, whatever RESTARTS says, since they would end in the same words; and it
-stops the ranks, as on SIGTERM, when launch/train.py has died.
+traceback, which tells of a crash, and are not started again, whatever RESTARTS says, since they would say the same; and it stops
+the ranks, as on SIGTERM, when launch/train.py has died.
 """
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of a batch's sources (torch, numpy, memory-mapped, or lazy), read by column and no others: host memory of the rows asked for."""
+"""Columns of a batch's sources (torch, numpy, memory-mapped, lazy), and no others: host memory is that of the rows asked for."""
 from __future__ import annotations
 
 import zlib

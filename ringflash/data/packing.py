@@ -3,6 +3,7 @@
 An epoch lays all documents end to end in a shuffled order, cuts that line into windows of seq_len, and serves the windows in a
 shuffled order; what is left over at the end (fewer than seq_len tokens) is not served in that epoch. No padding.
 Nothing is read until rows are asked for, and then only those rows: a rank of a ring reads its own.
+Note [Data].
 """
 import hashlib
 import time

@@ -1,4 +1,4 @@
-"""The texts of a column of a parquet file, through the package pyarrow, which is an extra. A part of a row group is in memory at a time."""
+"""The texts of a column of a parquet file, by the package pyarrow, an extra. A part of a row group is in memory at a time."""
 from __future__ import annotations
 
 import difflib
@@ -9,7 +9,7 @@ _ROWS = 256  # decoded at a time; a row may be a book
 
 
 def parquet_documents(path: Path, field: str) -> Iterator[bytes]:
-    """The text of each row of the column `field`, UTF-8, in order; row groups are read when they are come to, and no other column is.
+    """The text of each row of the column `field`, UTF-8, in order. Row groups are read when they are come to, other columns never.
 
     Raises ValueError for a package that is not installed, for a file that is none or is cut short, for a column that is not there
     (with the nearest that are) or holds no text, and with the row's number for one that has none.
@@ -48,11 +48,12 @@ def _import(path: Path):
 def _check_column(arrow, schema, path: Path, field: str) -> None:
     if schema.names.count(field) != 1:
         close = difflib.get_close_matches(field, schema.names, n=3, cutoff=0.4) or schema.names[:8]
-        raise ValueError(f"data.text_field={field}: {path} has {'several such columns' if field in schema.names else 'no such column'}; "
+        found = "several such columns" if field in schema.names else "no such column"
+        raise ValueError(f"data.text_field={field}: {path} has {found}; "
                          f"nearest: {' or '.join(close) or 'none, the file has no columns'}")
     kind = schema.field(field).type
     kind = kind.value_type if arrow.types.is_dictionary(kind) else kind
     if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind) or arrow.types.is_string_view(kind)):
-        texts = [column.name for column in schema if arrow.types.is_string(column.type) or arrow.types.is_large_string(column.type)]
+        texts = [each.name for each in schema if arrow.types.is_string(each.type) or arrow.types.is_large_string(each.type)]
         raise ValueError(f"data.text_field={field}: {path} holds {kind} in that column, not text; columns of text: "
                          f"{', '.join(texts) or 'none'}")

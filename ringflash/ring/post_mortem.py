@@ -24,8 +24,8 @@ _rank = 0
 
 def keep_in(folder: Path | None, rank: int) -> None:
     """From now on write() leaves its files in `folder` (None: it writes none), and torch's flight recorder is on, also for NCCL's
-    own dump when it gives up. To be called before the first process group exists: the recorder reads the environment then. What the
-    environment says already, under the names of this torch or the older ones, stays."""
+    own dump when it gives up. To be called before the first process group exists: the recorder reads the environment then. What is
+    set there already, under the names of this torch or the older ones, stays."""
     global _folder, _rank
     _folder, _rank = folder, rank
     if folder is None:

@@ -1,4 +1,4 @@
-"""Where the ring is, in words, and a thread that ends a job that no longer moves.
+"""Where the ring is, in words, and a thread that ends a job that no longer moves. Note [Stalls].
 
 A dead or stuck peer leaves the others waiting in a C++ call or on a stream, where Python cannot raise. So the exchange keeps a
 record of (pass, call, step, hops) here, and training of its step and layer; start() makes a thread that reads it, names what is
@@ -77,7 +77,7 @@ def _place() -> str:
 
 @contextmanager
 def collective(what: str, rank: int, size: int) -> Iterator[None]:
-    """Around a collective that this thread waits for, and that is none of the ring's: a stall in it is told as one of a ring's."""
+    """Around a collective that this thread waits for and that is none of the ring's: a stall in it is told as one of the ring."""
     hops = (f"{what} with all {size} ranks",)
     with waiting(Position("collective", next_call("collective"), 0, f"global rank {rank}", hops, _record.stage)):
         yield

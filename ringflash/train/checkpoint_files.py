@@ -162,8 +162,8 @@ def set_aside(folder: Path) -> Path:
 def open_root(root: Path, needed_bytes: int, *, must_fit: bool) -> tuple[TextIO, list[str]]:
     """Makes the folder where it is missing; (the lock, ours as long as the file is open; what the user should know).
 
-    needed_bytes: of a checkpoint, about. Raises OSError where the folder cannot be written, another process holds the lock, or with
-    must_fit the disk has no room for one.
+    needed_bytes: of a checkpoint, about. Raises OSError where the folder cannot be written, another process holds the lock, or
+    with must_fit the disk has no room for one.
     """
     root.mkdir(parents=True, exist_ok=True)
     lock, known = open(root / "lock", "a", encoding="utf-8"), []

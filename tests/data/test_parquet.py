@@ -32,9 +32,11 @@ def test_without_its_package_a_parquet_file_is_refused_by_name_before_anything_i
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-@pytest.mark.parametrize("options", [{}, {"row_group_size": 7}, {"row_group_size": 7, "compression": "zstd", "use_dictionary": False}])
+@pytest.mark.parametrize("options", [{}, {"row_group_size": 7},
+                                     {"row_group_size": 7, "compression": "zstd", "use_dictionary": False}])
 def test_every_row_of_the_column_is_a_document_in_exactly_one_split(tmp_path, options):
-    made = open_prepared(prepare(find_source(written(tmp_path / "a.parquet", **options)), tmp_path / "out", Reading(text_field="body")))
+    path = written(tmp_path / "a.parquet", **options)
+    made = open_prepared(prepare(find_source(path), tmp_path / "out", Reading(text_field="body")))
     found = []
     for split in (made.corpus.train, made.corpus.heldout):
         documents = [split.tokens[a:b] for a, b in zip(split.doc_starts[:-1], split.doc_starts[1:])]
@@ -46,7 +48,8 @@ def test_every_row_of_the_column_is_a_document_in_exactly_one_split(tmp_path, op
 def test_the_samples_are_those_of_the_same_texts_as_jsonl(tmp_path):
     lines = tmp_path / "a.jsonl"
     lines.write_text("".join(json.dumps({"body": text}) + "\n" for text in TEXTS))
-    ours, theirs = (open_data(Config(data=DataConfig(path=str(path), cache_dir=str(tmp_path / "cache"), seq_len=32, text_field="body")))
+    options = {"cache_dir": str(tmp_path / "cache"), "seq_len": 32, "text_field": "body"}
+    ours, theirs = (open_data(Config(data=DataConfig(path=str(path), **options)))
                     for path in (written(tmp_path / "a.parquet"), lines))
     assert ours.train.description() == theirs.train.description()
     assert all(np.array_equal(ours.train.read(n, np.arange(32)), theirs.train.read(n, np.arange(32))) for n in range(20))
@@ -88,8 +91,8 @@ def test_a_file_that_is_none_is_refused_with_its_path_and_leaves_nothing_behind(
         os.truncate(path, path.stat().st_size // 2)
     elif how == "no parquet":
         path.write_bytes(b"text, after all")
-    words = "a.parquet has no such column; nearest: none" if how == "empty of columns" else "a.parquet is no parquet file, or is cut short"
-    with pytest.raises(ValueError, match=words):
+    words = "has no such column; nearest: none" if how == "empty of columns" else "is no parquet file, or is cut short"
+    with pytest.raises(ValueError, match=f"a.parquet {words}"):
         prepare(find_source(path), tmp_path / "out/folder", Reading(text_field="body"))
     assert list((tmp_path / "out").iterdir()) == []
 
@@ -102,5 +105,6 @@ def test_strings_of_any_arrow_kind_are_text(tmp_path):
 
 
 def test_max_bytes_reads_no_more(tmp_path):
-    made = open_prepared(prepare(find_source(written(tmp_path / "a.parquet")), tmp_path / "out", Reading(text_field="body", max_bytes=400)))
+    source = find_source(written(tmp_path / "a.parquet"))
+    made = open_prepared(prepare(source, tmp_path / "out", Reading(text_field="body", max_bytes=400)))
     assert 0 < len(made.corpus.train.tokens) + len(made.corpus.heldout.tokens) < 400 + 20

@@ -1,4 +1,4 @@
-"""Ranks killed at chosen moments, also while they write a checkpoint, and started again: little is lost, and the result is the same."""
+"""Ranks killed at chosen moments, also while they write a checkpoint, and started again: little is lost, the result is the same."""
 import itertools
 import json
 

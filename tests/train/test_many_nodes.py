@@ -34,17 +34,18 @@ def test_the_slurm_template_starts_torchrun_on_every_node_at_the_first_ones_addr
     done = said("train.sbatch", tmp_path, "experiment=eight_gpus", "run.dir=/shared/it's mine", SLURM_SUBMIT_DIR=str(ROOT),
                 SLURM_JOB_NODELIST="node[7-8]", SLURM_NNODES="2", SLURM_GPUS_ON_NODE="8", SLURM_JOB_ID="42")
     assert done.stdout.splitlines() == [
-        "--kill-on-bad-exit=1", "fakepython", "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "8", "--max-restarts", "2",
-        "--rdzv-id", "42", "--rdzv-backend", "c10d", "--rdzv-endpoint", "node7:29500", "launch/train.py", "experiment=eight_gpus",
+        "--kill-on-bad-exit=1", "fakepython", "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "8",
+        "--max-restarts", "2", "--rdzv-id", "42", "--rdzv-backend", "c10d", "--rdzv-endpoint", "node7:29500", "launch/train.py", "experiment=eight_gpus",
         "run.dir=/shared/it's mine"], done.stderr
 
 
 def test_the_plain_script_names_what_it_lacks_and_sets_one_interface_for_both_backends(tmp_path):
     lacking = said("torchrun.sh", tmp_path, "experiment=quickstart", NODES="2", HEAD="a:1")
     assert lacking.returncode != 0 and "JOB: a name that all nodes share" in lacking.stderr
-    done = said("torchrun.sh", tmp_path, "train.steps=3", NODES="2", HEAD="a:1", JOB="mine", IFNAME="eth1", GPUS="4", RESTARTS="3")
+    done = said("torchrun.sh", tmp_path, "train.steps=3", NODES="2", HEAD="a:1", JOB="it", IFNAME="eth1", GPUS="4", RESTARTS="3")
     words = done.stdout.split()
-    assert words[:10] == ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "4", "--max-restarts", "3", "--rdzv-id", "mine"]
+    assert words[:10] == ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "4", "--max-restarts", "3",
+                          "--rdzv-id", "it"]
     assert words[-3:] == ["train.steps=3", "GLOO=eth1", "NCCL=eth1"]
 
 
@@ -53,9 +54,10 @@ def test_two_nodes_on_one_machine_train_as_one_run(tmp_path):
         probe.bind(("127.0.0.1", 0))
         head = f"127.0.0.1:{probe.getsockname()[1]}"
     env = environment(NODES="2", GPUS="1", HEAD=head, JOB="mine", IFNAME="lo", PYTHON=sys.executable)
-    command = ["bash", str(ROOT / "launch" / "torchrun.sh"), *MINI, "train.steps=2", "optim.warmup_steps=0", f"run.dir={tmp_path / 'run'}",
-               f"data.cache_dir={tmp_path / 'cache'}"]
-    nodes = [subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    command = ["bash", str(ROOT / "launch" / "torchrun.sh"), *MINI, "train.steps=2", "optim.warmup_steps=0",
+               f"run.dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}"]
+    nodes = [subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+             for _ in range(2)]
     done = [node.communicate(timeout=110.0) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], done
     assert sum("2 ranks, run folder" in err for _, err in done) == 1 and sum("unigram entropy" in out for out, _ in done) == 1

@@ -1,4 +1,4 @@
-"""A run that no longer moves says where, in which layer and who is waited for, and leaves the stacks and recordings of all ranks."""
+"""A run that no longer moves says where, in which layer and for whom it waits, and leaves stacks and recordings of all ranks."""
 import dataclasses
 import multiprocessing
 import os
@@ -31,7 +31,8 @@ def asleep_here() -> None:
 def one_rank(rank: int, folder: Path, pass_: str, layer: str, device: str) -> None:
     torch.set_num_threads(1)
     # One card is enough: NCCL takes two ranks on it when each has a host id of its own.
-    os.environ.update(RANK=str(rank), LOCAL_RANK="0", NCCL_HOSTID=f"ringflash-test-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    os.environ.update(RANK=str(rank), LOCAL_RANK="0", NCCL_HOSTID=f"ringflash-test-{rank}", NCCL_SOCKET_IFNAME="lo",
+                      NCCL_IB_DISABLE="1")
     log = os.open(folder / f"log-{rank}", os.O_CREAT | os.O_WRONLY)
     os.dup2(log, 2)
     plain = exchange.DistributedExchange.post
@@ -43,9 +44,11 @@ def one_rank(rank: int, folder: Path, pass_: str, layer: str, device: str) -> No
         return plain(self, step, sends, recvs)
 
     exchange.DistributedExchange.post = post
-    cfg = dataclasses.replace(tiny(steps=4), data=DataConfig(path=str(folder / "text.txt"), cache_dir=str(folder / "cache"), seq_len=45))
+    data = DataConfig(path=str(folder / "text.txt"), cache_dir=str(folder / "cache"), seq_len=45)
+    cfg = dataclasses.replace(tiny(steps=4), data=data)
     cfg = dataclasses.replace(cfg, parallel=dataclasses.replace(cfg.parallel, timeout_s=2.0),
-                              attention=dataclasses.replace(cfg.attention, kernel="auto", exchange="auto" if device == "cpu" else "nccl"),
+                              attention=dataclasses.replace(cfg.attention, kernel="auto",
+                                                            exchange="auto" if device == "cpu" else "nccl"),
                               run=dataclasses.replace(cfg.run, progress=False, device=device))
     store = dist.FileStore(str(folder / "store"), RANKS)
     os._exit(loop.run(cfg, store=store, rank=rank, world_size=RANKS, folder=folder / "run", stop=StopRequest()))
@@ -93,7 +96,8 @@ def test_a_stall_names_rank_layer_step_hop_and_peer_and_leaves_stacks_and_record
 def test_a_stall_over_nccl_leaves_its_flight_recorder_too(tmp_path, pass_, layer):
     codes, said = stalled(tmp_path, pass_, layer, "cuda")
     assert codes == [watchdog.EXIT_CODE] * RANKS, said
-    assert re.search(rf"no progress for \d.*cp rank 0.*{pass_} call \d+, step \d \(optimizer step 2, {layer}\): .*from cp rank 1", said[0]), said[0]
+    place = rf"cp rank 0.*{pass_} call \d+, step \d \(optimizer step 2, {layer}\): .*from cp rank 1"
+    assert re.search(rf"no progress for \d.*{place}", said[0]), said[0]
     assert "asleep_here" in (tmp_path / "run" / "stacks_rank_1.txt").read_text()
     for rank in range(RANKS):
         recorded = pickle.loads((tmp_path / "run" / f"flight_recorder_nccl_rank_{rank}").read_bytes())
@@ -111,7 +115,8 @@ def test_without_a_folder_or_with_one_that_is_gone_nothing_is_written_and_nothin
 
 
 @pytest.mark.parametrize(("there", "added"), [
-    ({}, {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_FR_DUMP_TEMP_FILE": "f/flight_recorder_nccl_rank_", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}),
+    ({}, {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_FR_DUMP_TEMP_FILE": "f/flight_recorder_nccl_rank_",
+          "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}),
     ({"TORCH_NCCL_TRACE_BUFFER_SIZE": "7", "TORCH_FR_DUMP_TEMP_FILE": "mine"}, {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}),
     ({"TORCH_FR_BUFFER_SIZE": "0", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "mine", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}, {}),
 ])
@@ -130,7 +135,8 @@ def test_a_collective_that_is_none_of_the_rings_is_told_without_a_layer():
             position, _ = watchdog.oldest_wait()
     finally:
         watchdog.at(stage="")
-    assert re.fullmatch(r"global rank 1, collective call \d+, step 0 \(optimizer step 3\): adding up with all 4 ranks", position.describe())
+    said = r"global rank 1, collective call \d+, step 0 \(optimizer step 3\): adding up with all 4 ranks"
+    assert re.fullmatch(said, position.describe())
 
 
 def test_layers_are_told_forward_and_backward():

@@ -23,7 +23,8 @@ def step_of(cfg, world, state: dict[str, torch.Tensor]) -> dict:
     trainer = Trainer(cfg, world, text(cfg))
     trainer.model.load_state_dict(state)
     result = trainer.train_step(0)
-    return {"figures": (result.loss, float(result.grad_norm)), "weights": {k: v.clone() for k, v in trainer.model.state_dict().items()}}
+    weights = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    return {"figures": (result.loss, float(result.grad_norm)), "weights": weights}
 
 
 def there_and_back(tmp_path, name: str) -> tuple[dict, dict, ModelConfig]:
@@ -37,7 +38,8 @@ def there_and_back(tmp_path, name: str) -> tuple[dict, dict, ModelConfig]:
     torch.save({k: v.detach().clone() for k, v in trainer.model.state_dict().items()}, run / "weights.pt")
     assert convert.main(["export", str(run), str(tmp_path / "theirs")]) == 0
     assert convert.main(["import", str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 0
-    named = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), OmegaConf.load(tmp_path / "ours" / "model.yaml")))
+    sizes = OmegaConf.load(tmp_path / "ours" / "model.yaml")
+    named = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), sizes))
     return torch.load(run / "weights.pt"), torch.load(tmp_path / "ours" / "weights.pt"), named
 
 

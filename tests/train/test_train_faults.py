@@ -1,7 +1,7 @@
-"""What can be wrong around a run, one row each: a clear error before anything is trained where that is possible, and nothing lost.
+"""What can be wrong around a run, a row each: a clear error before anything is trained where that is possible, and nothing lost.
 
-A run of 6 steps was stopped after 5 and is started again with the fault. Refused: the folder is as it was. Else the message is there.
-Either way the run ends, once the fault is gone, with the figures and weights of one that was never stopped.
+A run of 6 steps was stopped after 5 and is started again with the fault. Refused: the folder is as it was. Else the message is
+there. Either way the run ends, once the fault is gone, with the figures and weights of one that was never stopped.
 """
 import builtins
 import contextlib
@@ -18,7 +18,7 @@ from checkpoint_runs import StopAfter, figures, kept, same_bits, weights, whole
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from ringflash.config import DataConfig, validate
-from ringflash.data import Reading, prepared
+from ringflash.data import prepared
 from ringflash.train.folder import claim_run_folder
 from ringflash.train.loop import train
 from ringflash.train.text import open_data
@@ -30,7 +30,8 @@ STEPS = 6
 def config(base: Path, **data):
     cfg = kept(steps=STEPS, every=2)
     text = DataConfig(path=str(base / "text" / "a.bin"), cache_dir=str(base / "cache"), seq_len=45)
-    return dataclasses.replace(cfg, data=dataclasses.replace(text, **data), run=dataclasses.replace(cfg.run, dir=str(base / "run")))
+    run = dataclasses.replace(cfg.run, dir=str(base / "run"))
+    return dataclasses.replace(cfg, data=dataclasses.replace(text, **data), run=run)
 
 
 def start(cfg, stop=None):
@@ -168,31 +169,33 @@ def no_folder(base: Path, patch):
 
 
 REFUSED = {
-    "every checkpoint corrupt": (flipped(2, 4, 5), "holds no whole checkpoint; checkpoint.resume=none and another run.dir start from the"),
-    "truncated .bin": (cut_bin, "a.bin is cut short or damaged: its header says 2000 tokens of 2 bytes, so 5024 bytes, and it has 4923"),
+    "every checkpoint corrupt": (flipped(2, 4, 5), "holds no whole checkpoint; checkpoint.resume=none and another run.dir start"),
+    "truncated .bin": (cut_bin, "cut short or damaged: its header says 2000 tokens of 2 bytes, so 5024 bytes, and it has 4923"),
     "truncated prepared text": (torn_cache, "tokens.bin is cut short or damaged: 100 bytes, not "),
     "wrong vocabulary": (small_vocabulary, "need 40 (the largest is 39); nearest: 40"),
     "empty folder": (no_text, "empty: the folder holds no file that matches '**/*'"),
     "unknown dataset field": (no_field, "data.text_field=contents: "),
     "full disk under the cache": (full_cache, "No space left on device"),
-    "a disk with room for none": (no_room, "checkpoints: a checkpoint takes about 0.3 MiB, the disk has 0.1 MiB left; nearest: another"),
+    "a disk with room for none": (no_room, "a checkpoint takes about 0.3 MiB, the disk has 0.1 MiB left; nearest: another run.dir"),
     "read-only run folder": (read_only_folder, "checkpoints: Read-only file system; nearest: another run.dir"),
     "no run folder": (no_folder, "a.bin/run: the folder cannot be made"),
 }
 SURVIVED = {
     "corrupt checkpoint": (flipped(5), "step-00000005 is passed over: __0_0.distcp holds other bytes than were written"),
-    "full disk": (full_disk, "the checkpoint of step 6 could not be saved: No space left on device; the newest is still step-00000005"),
+    "full disk": (full_disk,
+                  "the checkpoint of step 6 could not be saved: No space left on device; the newest is still step-00000005"),
 }
 
 
 @pytest.mark.parametrize("name", [*REFUSED, *SURVIVED])
-def test_a_fault_is_told_in_words_before_anything_is_trained_or_survived_and_nothing_is_lost(plain, stopped, tmp_path, capsys, name):
+def test_a_fault_is_told_before_anything_is_trained_or_survived_and_nothing_is_lost(plain, stopped, tmp_path, capsys, name):
     base = tmp_path / "base"
     shutil.copytree(stopped, base)
     fault, words = (REFUSED | SURVIVED)[name]
     with pytest.MonkeyPatch.context() as patch, fault(base, patch) as given:
-        cfg = config(base, **{key: value for key, value in given.items() if key in Reading.__dataclass_fields__ or key in ("path", "cache_dir")})
-        cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, vocab_size=given.get("vocab_size", cfg.model.vocab_size)),
+        cfg = config(base, **{key: value for key, value in given.items() if key in DataConfig.__dataclass_fields__})
+        model = dataclasses.replace(cfg.model, vocab_size=given.get("vocab_size", cfg.model.vocab_size))
+        cfg = dataclasses.replace(cfg, model=model,
                                   run=dataclasses.replace(cfg.run, dir=given.get("dir", cfg.run.dir)),
                                   checkpoint=dataclasses.replace(cfg.checkpoint, on_error=given.get("on_error", "warn")))
         before = contents(base / "run")

@@ -83,7 +83,8 @@ def test_a_plain_start_trains_on_two_ranks_and_leaves_one_folder_with_everything
     assert done.returncode == 0, done.stderr
     (folder,) = run_folders(cwd)
     names = {p.name for p in folder.iterdir()}
-    assert names == {".hydra", "metrics.jsonl", "summary.json", "loss.png", "loss_by_position.png", "speed.png", "weights.pt", "checkpoints"}
+    assert names == {".hydra", "metrics.jsonl", "summary.json", "loss.png", "loss_by_position.png", "speed.png", "weights.pt",
+                     "checkpoints"}
     assert {p.name for p in (folder / ".hydra").iterdir()} == {"config.yaml", "overrides.yaml", "hydra.yaml"}
     assert {p.name for p in cwd.iterdir()} == {"outputs"}, "nothing is written beside the run folder"
     assert "unigram entropy" in done.stdout and "heldout loss" in done.stdout
@@ -150,8 +151,8 @@ def test_ranks_of_another_launcher_started_seconds_apart_share_one_folder_and_st
 def sweep(tmp_path_factory):
     """Three jobs, of which the first is refused and the last diverges: (folder of the sweep, result)."""
     cwd = tmp_path_factory.mktemp("sweep")
-    done = launch(cwd, *MINI, "train.steps=4", "optim=sgd", "optim.grad_clip=0", "optim.warmup_steps=0", "-m", "optim.lr=-1,0.1,1e30",
-                  timeout=110.0)
+    done = launch(cwd, *MINI, "train.steps=4", "optim=sgd", "optim.grad_clip=0", "optim.warmup_steps=0", "-m",
+                  "optim.lr=-1,0.1,1e30", timeout=110.0)
     (folder,) = run_folders(cwd)
     return folder, done
 
@@ -165,7 +166,8 @@ def test_a_sweep_runs_each_job_in_its_own_folder_and_goes_on_after_one_that_is_r
     (evaluated,) = rows(folder / "1", "eval")
     assert [row["heldout_loss"] for row in results] == [None, evaluated["heldout_loss"], None]
     told = [line.split() for line in done.stdout.splitlines() if " job " in line]
-    assert told[0] == [f"{evaluated['heldout_loss']:.4f}", "job", "1", "optim.lr=0.1"] and [line[0] for line in told[1:]] == ["failed"] * 2
+    assert told[0] == [f"{evaluated['heldout_loss']:.4f}", "job", "1", "optim.lr=0.1"]
+    assert [line[0] for line in told[1:]] == ["failed"] * 2
 
 
 def test_a_run_that_diverges_ends_all_ranks_with_one_message_and_keeps_its_figures(sweep):
