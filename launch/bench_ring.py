@@ -1,17 +1,22 @@
-"""A ring's computation without its network: all visits of W ranks on one device against one kernel call over the whole sequence.
+"""A ring's computation without its network: the kernels of all visits of W ranks on one device against one call over the whole.
 
 Both do the same floating-point operations, so the ratio is what cutting a call into W * (visits per rank) pieces and folding them
-costs: the part of a ring's overhead that no faster link can hide.
+costs: the part of a ring's overhead that no faster link can hide. Kernels alone, as in bench_balance: every visit with the block and
+intervals that a ring gives it, the backward with delta and fp32 gradients, no copies, no downcast, and no waiting for the host.
 """
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Sequence
 
 import torch
 
-from ringflash import Mask, simulate
-from ringflash.launch.bench_kernels import BACKWARD_FLOPS, Shape, interleaved
+from ringflash import Layout, Mask
+from ringflash.kernels import dispatch
+from ringflash.launch.bench_balance import PASSES, RankKernels, difference, timed
+from ringflash.launch.bench_kernels import BACKWARD_FLOPS, Shape
+from ringflash.ring.plan import build_plan
 
 
 def _mask(shape: Shape) -> Mask:
@@ -20,49 +25,44 @@ def _mask(shape: Shape) -> Mask:
     return Mask(causal=shape.mask == "causal")
 
 
-class _Run:
-    """Forward and backward of one cp_size, through the public op (so that copies and dtype casts of a ring are in it)."""
-
-    def __init__(self, shape: Shape, inputs: Sequence[torch.Tensor], cp_size: int, layout: str, kernel: str):
-        self.q, self.k, self.v = (x.detach().requires_grad_() for x in inputs[:3])
-        self.dout = inputs[3]
-        self.options = dict(cp_size=cp_size, layout=layout, kernel=kernel, mask=_mask(shape))
-        self.out: torch.Tensor | None = None
-        self.grads: tuple[torch.Tensor, ...] = ()
-
-    def forward(self) -> None:
-        self.out = simulate(self.q, self.k, self.v, **self.options)
-
-    def backward(self) -> None:
-        self.grads = torch.autograd.grad(self.out, (self.q, self.k, self.v), self.dout, retain_graph=True)
-
-
 def bench_ring(shape: Shape, device: torch.device, *, kernel: str, cp_size: int, layouts: Sequence[str], repeats: int,
                warmup: int) -> list[dict]:
-    """Records as bench_kernels.bench_shape makes them: one rank first (the baseline), then a loopback ring per layout."""
-    inputs = shape.inputs(device)
-    runs = {"one rank": _Run(shape, inputs, 1, layouts[0], kernel)}
-    runs |= {f"{layout} W={cp_size}": _Run(shape, inputs, cp_size, layout, kernel) for layout in layouts}
+    """Records as bench_kernels.bench_shape makes them: one rank first (the baseline), then a ring per layout, whose milliseconds are
+    those of all ranks together."""
+    tensors, mask = shape.inputs(device), _mask(shape)
+    backend = dispatch.select(kernel, device=device, dtype=tensors[0].dtype, head_dim=shape.head_dim)
+    plans = {"one rank": build_plan(mask, Layout("contiguous", shape.seq_len, 1, mask))}
+    plans |= {f"{name} W={cp_size}": build_plan(mask, Layout(name, shape.seq_len, cp_size, mask)) for name in layouts}
     records, alive = [], []
-    for name, run in runs.items():
-        record = {"candidate": name, **dataclasses.asdict(shape), "kernel": kernel, "failure": None}
+    for name, plan in plans.items():
+        record = {"candidate": name, **dataclasses.asdict(shape), "kernel": backend.name, "failure": None}
         records.append(record)
         try:
-            run.forward()
-            run.backward()
-            alive.append((record, run))
+            ranks = [RankKernels(plan, rank, tensors, backend) for rank in range(plan.cp_size)]
+            record["difference"] = difference(ranks_after_a_run(ranks), plan, tensors, backend)
+            alive.append((record, ranks))
         except Exception as error:  # one layout that cannot run says why, and the others go on
             record["failure"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-    if not alive:
-        return records
-    forward = interleaved([run.forward for _, run in alive], device, repeats=repeats, warmup=warmup)
-    backward = interleaved([run.backward for _, run in alive], device, repeats=repeats, warmup=warmup)
-    flops, base = shape.flops(), alive[0][1]
-    for (record, run), forward_ms, backward_ms in zip(alive, forward, backward):
-        pairs = [(a.detach().float(), b.detach().float()) for a, b in zip((run.out, *run.grads), (base.out, *base.grads))]
-        record.update(
-            forward_ms=forward_ms, backward_ms=backward_ms, forward_tflops=flops / forward_ms / 1e9,
-            backward_tflops=BACKWARD_FLOPS * flops / backward_ms / 1e9, forward_ratio=forward[0] / forward_ms,
-            backward_ratio=backward[0] / backward_ms, baseline=alive[0][0]["candidate"],
-            difference=max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs))
+    samples: dict[tuple[int, str], list[float]] = {}
+    for turn in range(warmup + repeats):
+        for index, (_, ranks) in enumerate(alive):
+            for pass_ in PASSES:
+                ms = sum(sum(timed(kernels, pass_, device).values()) for kernels in ranks)
+                if turn >= warmup:
+                    samples.setdefault((index, pass_), []).append(ms)
+    median = {key: statistics.median(values) for key, values in samples.items()}
+    for index, (record, _) in enumerate(alive):
+        record["baseline"] = alive[0][0]["candidate"]
+        for pass_, factor in zip(PASSES, (1.0, BACKWARD_FLOPS)):
+            ms = median[index, pass_]
+            record |= {f"{pass_}_ms": ms, f"{pass_}_tflops": factor * shape.flops() / ms / 1e9,
+                       f"{pass_}_ratio": median[0, pass_] / ms}
     return records
+
+
+def ranks_after_a_run(ranks: Sequence[RankKernels]) -> Sequence[RankKernels]:
+    """The same, with their results in place."""
+    for kernels in ranks:
+        for pass_ in PASSES:
+            getattr(kernels, pass_)(lambda step: None)
+    return ranks

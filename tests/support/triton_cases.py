@@ -80,11 +80,21 @@ def gaps(num_q: int, num_k: int) -> tuple[Tensor, Tensor]:
     return lo, start + (rows % 6 + 1) * (stop - start) // 6
 
 
+def apart(num_q: int, num_k: int) -> tuple[Tensor, Tensor]:
+    """Documents of a block in which some have rows and no keys, others keys and no rows: what lies between two neighbours' keys, or
+    queries, is seen by neither."""
+    rows, keys = (0.03, 0.45, 0.0, 0.03, 0.43, 0.02, 0.0, 0.04), (0.2, 0.0, 0.3, 0.1, 0.0, 0.1, 0.25, 0.05)
+    row_ends, key_ends = (torch.tensor([0.0, *part]).cumsum(0).mul(n).round().long().clamp(max=n)
+                          for part, n in ((rows, num_q), (keys, num_k)))
+    document = torch.searchsorted(row_ends[1:-1], torch.arange(num_q), right=True)
+    return key_ends[document], key_ends[document + 1]
+
+
 def nothing(num_q: int, num_k: int) -> tuple[Tensor, Tensor]:
     return torch.full((num_q,), num_k // 2), torch.full((num_q,), num_k // 2)
 
 
-BOUNDS = {f.__name__: f for f in (causal, full, window, documents, gaps, nothing)}
+BOUNDS = {f.__name__: f for f in (causal, full, window, documents, gaps, apart, nothing)}
 
 
 def seen_pairs(lo: Tensor, hi: Tensor, num_k: int) -> Tensor:
