@@ -96,7 +96,7 @@ class _Fixed:
         if job.shard > 1:
             unit = sizes.layer
             embedding = FP32 * cfg.model.vocab_size * cfg.model.dim
-            # In a backward: the layer's weights and gradient, the next layer's weights and what they come in, a reduction under way.
+            # In a backward: the layer's weights and gradient, the next layer's and what they come in, a reduction under way.
             self.gathered = {"gathered weights and their gradients": (4 * job.compute_itemsize + FP32) * unit,
                              "gathered embedding": embedding}
         # Without parallel.reduce=each a rank keeps whole gradients from one micro-batch to the next.
@@ -114,8 +114,8 @@ class _Fixed:
         job, model = self.job, self.job.cfg.model
         weight = float(FP32 * model.vocab_size * model.dim)
         rounded = job.residual_itemsize if job.residual_itemsize != FP32 else 0
-        return {"embedding's gradient": weight * (2 if job.shard > 1 else 1), "residual stream": float(job.tokens * model.dim * (FP32 + rounded)),
-                "gathered embedding": weight if job.shard > 1 else 0.0}
+        return {"embedding's gradient": weight * (2 if job.shard > 1 else 1),
+                "residual stream": float(job.tokens * model.dim * (FP32 + rounded)), "gathered embedding": weight if job.shard > 1 else 0.0}
 
     @property
     def optimizer(self) -> Parts:
@@ -139,6 +139,9 @@ class _Layer:
         n, self.item, self.residual = job.tokens, job.compute_itemsize, job.residual_itemsize
         self.x = float(n * model.dim * self.residual)
         self.queries, self.keys = float(n * heads.num_heads * heads.head_dim), float(n * heads.num_kv_heads * heads.head_dim)
+        self.split = HeadSplit(heads.num_heads, heads.num_kv_heads, job.ulysses)
+        # Inside attention a KV head stands on every Ulysses rank whose query heads read it.
+        self.gathered_keys = self.keys * self.split.local_kv_heads * job.ulysses / heads.num_kv_heads
         self.lse = float(n * heads.num_heads * FP32)
         self.qkv = self.item * (self.queries + 2 * self.keys)
         self.out = self.item * self.queries
@@ -182,37 +185,40 @@ class _Layer:
             rows = {**self.saved, "residual stream": self.x}
         else:
             rows = {**own, "residual stream": self.x if self.is_tiled else 0.0, "tile of the MLP": self._mlp(3, 1)}
-        return max(rows, whole, key=lambda parts: sum(parts.values()))
+        return _largest(rows, whole)
 
     @property
     def attention_forward(self) -> Parts:
-        loads, local = self.loads["forward"], self._local()
-        if self.job.ring == 1:
-            return self._alltoall("forward")
-        return {"running out, fp32": FP32 * self.queries, **self._ring(loads, local), **self._alltoall("forward")}
+        """Beside q, k, v, out and lse of the rank's own rows."""
+        ring = {"running out, fp32": FP32 * self.queries, **self._under_way("forward")} if self.job.ring > 1 else {}
+        if self.job.ulysses == 1:
+            return ring
+        gathered = self.item * (self.queries + 2 * self.gathered_keys)
+        own = gathered + self.out + self.lse
+        return _largest({"Ulysses' heads": gathered, "Ulysses' parcels": 2 * gathered}, {"Ulysses' heads": own, **ring},
+                        {"Ulysses' heads": own, "Ulysses' parcels": 3 * (self.out + self.lse)})
 
     @property
     def attention_backward(self) -> Parts:
-        loads, local = self.loads["backward"], self._local()
-        acc = FP32 * (self.queries + 2 * self.keys)
-        parts = {"dq, dk, dv, fp32": acc, "dq, dk, dv, rounded": self.qkv, "delta": self.lse}
-        return {**parts, **(self._ring(loads, local) if self.job.ring > 1 else {}), **self._alltoall("backward")}
-
-    def _local(self):
-        heads = self.heads
-        return HeadSplit(heads.num_heads, heads.num_kv_heads, self.job.ulysses).local(heads)
-
-    def _ring(self, loads: Loads, local) -> Parts:
-        buffers, is_copied = loads.buffers, self.job.cfg.attention.exchange in ("auto", "copy")
-        received = buffers.landing if is_copied else buffers.received
-        return {"K, V and gradients under way": Buffers.bytes_of(buffers.own, local) + Buffers.bytes_of(received, local)}
-
-    def _alltoall(self, pass_: str) -> Parts:
-        """Parcels there and back, and what they unpack to, of all that is exchanged before the ring."""
+        """Beside q, k, v, out, lse and dout of the rank's own rows."""
+        keys = self.gathered_keys
+        is_replicated = keys > self.keys  # then dk and dv are rounded once all ranks' are added
+        of_keys = FP32 if is_replicated else self.item
+        found = {"dq, dk, dv, fp32": FP32 * (self.queries + 2 * keys), "delta": self.lse, **self._under_way("backward"),
+                 "dq, dk, dv, rounded": self.item * (self.queries + (0 if is_replicated else 2 * keys))}
         if self.job.ulysses == 1:
+            return found
+        gathered = self.item * (self.queries + 2 * keys) + 2 * self.out + self.lse
+        gradients = self.item * self.queries + of_keys * 2 * keys
+        return _largest({"Ulysses' heads": gathered, "Ulysses' parcels": 2 * gathered}, {"Ulysses' heads": gathered, **found},
+                        {"Ulysses' heads": gathered, "dq, dk, dv, rounded": gradients, "Ulysses' parcels": 2 * gradients})
+
+    def _under_way(self, pass_: str) -> Parts:
+        if self.job.ring == 1:
             return {}
-        exchanged = self.qkv if pass_ == "forward" else self.qkv + 2 * self.out + self.lse
-        return {"Ulysses' parcels": 3 * exchanged}
+        buffers, is_copied = self.loads[pass_].buffers, self.job.cfg.attention.exchange in ("auto", "copy")
+        rows = (buffers.own, buffers.landing if is_copied else buffers.received)
+        return {"K, V and gradients under way": sum(Buffers.bytes_of(each, self.split.local(self.heads)) for each in rows)}
 
     @property
     def backward(self) -> Parts:
@@ -239,7 +245,11 @@ class _Layer:
                  "gradient of attention's out": self.out, "weight gradients of a layer": self._weight_item() * after}
         whole |= {} if self.is_tiled else {"norms": norm}
         whole |= self.attention_backward
-        return max(rows, whole, key=lambda parts: sum(parts.values()))
+        return _largest(rows, whole)
+
+
+def _largest(*moments: Parts) -> Parts:
+    return max(moments, key=lambda parts: sum(parts.values()))
 
 
 def _head(job: Job) -> Parts:
@@ -253,7 +263,7 @@ def _head(job: Job) -> Parts:
            "head's weight, rounded": item * weight if item != FP32 else 0.0, "gathered embedding": gathered}
     making = {**own, "logits of a chunk": (3 * FP32 + item) * logits, "head's gradient": FP32 * weight}
     adding = {**own, "logits of a chunk": (FP32 + item) * logits, "head's gradient": 2 * FP32 * weight}
-    return max(making, adding, key=lambda parts: sum(parts.values()))
+    return _largest(making, adding)
 
 
 def _worst_loads(job: Job) -> dict[str, Loads]:

@@ -56,6 +56,14 @@ def test_the_predicted_peak_is_that_of_the_live_tensors_for_other_shapes_and_len
     assert peaks(cfg, ring)[0] == pytest.approx(max(measured["forward"], measured["backward"]), rel=ALLOWED)
 
 
+@pytest.mark.parametrize("ring, ulysses", [(2, 2), (1, 4), (4, 2)])
+def test_the_predicted_peak_counts_what_ulysses_gathers_and_its_parcels(ring, ulysses):
+    cfg = config("block_save_attention", ring=ring * ulysses)
+    measured = peaks_of_step(cfg, ring, ulysses_size=ulysses)
+    found = step_memory(Job(cfg, (Mask(),), 1, 8, 1, ring, ulysses, 1, "block_save_attention"), GPUS["h200"])
+    assert sum(found.parts.values()) == pytest.approx(max(measured["forward"], measured["backward"]), rel=ALLOWED)
+
+
 def test_a_step_of_more_rows_needs_as_much_more_as_was_predicted():
     few, many = (config("block_save_attention", tile_rows=512, num_layers=1, rows=rows) for rows in (4096, 8192))
     measured = [peaks_of_step(cfg)["backward"] for cfg in (few, many)]

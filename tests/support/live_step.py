@@ -83,11 +83,26 @@ def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return a.new_zeros((a.shape[0], b.shape[1]), dtype=dtype)
 
 
+class NoHeadExchange:
+    """Of ring/head_exchange.py, likewise."""
+
+    def __init__(self, *args):
+        pass
+
+    def post(self, send, send_words, recv, recv_words):
+        return self
+
+    def wait(self) -> None:
+        pass
+
+
 @contextlib.contextmanager
-def as_on_gpu(ring_size: int, rank: int):
-    """Around everything: this process is `rank` of a ring, and tensors are allocated as on a GPU."""
-    ranks = Ranks(ring=object() if ring_size > 1 else None, ring_rank=rank, ring_size=ring_size)
-    with mock.patch.object(ops, "ranks_by_name", lambda *names: ranks), \
+def as_on_gpu(ring_size: int, rank: int, ulysses_size: int = 1):
+    """Around everything: this process is the first Ulysses rank of place `rank` of a ring, tensors are allocated as on a GPU."""
+    ranks = Ranks(ring=object() if ring_size > 1 else None, ulysses=object() if ulysses_size > 1 else None, ring_rank=rank,
+                  ring_size=ring_size, ulysses_size=ulysses_size)
+    with mock.patch.object(ops, "DistributedHeadExchange", NoHeadExchange), \
+            mock.patch.object(ops, "ranks_by_name", lambda *names: ranks), \
             mock.patch.object(ops, "select", lambda *a, **k: Kernels), \
             mock.patch.object(ops, "check_carrier", lambda *a: None), mock.patch.object(ops, "must_compare", lambda *a: False), \
             mock.patch.object(ops, "make_carrier", lambda *a: NoExchange()), \
@@ -107,19 +122,20 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, layout: Layout, mask: Mask | N
     return ops.attention_forward(q, k, v, None, *arguments.flatten())[0]
 
 
-def peaks_of_step(cfg: Config, ring_size: int = 1, rank: int = 0, dtype: torch.dtype | None = torch.bfloat16) -> dict[str, int]:
+def peaks_of_step(cfg: Config, ring_size: int = 1, rank: int = 0, dtype: torch.dtype | None = torch.bfloat16,
+                  ulysses_size: int = 1) -> dict[str, int]:
     """Peak live bytes of the forward, the backward and the rest of the second training step, and those between steps.
 
     dtype: of autocast, None for none. The second step: the optimizer has its state.
     """
-    with as_on_gpu(ring_size, rank):
+    with as_on_gpu(ring_size, rank, ulysses_size):
         model = Transformer(model_config(cfg), attention, activations=cfg.train.activations, tile_rows=cfg.train.tile_rows,
                             residual_dtype=torch.bfloat16 if cfg.train.residual_dtype == "bf16" else None)
         model.store = Store(chunk_bytes=1 << 20, copies=True)
         for block in model.blocks:
             block.store = model.store
-        layout = Layout(cfg.attention.layout, cfg.data.seq_len, ring_size, Mask())
-        rows = layout.shard_len(rank)
+        layout = Layout(cfg.attention.layout, cfg.data.seq_len, ring_size, Mask(), ulysses_size)
+        rows = layout.shard_len(rank * ulysses_size)
         parameters = list(model.parameters())
         optimizer = build_optimizer(cfg.optim, parameters)
         for group in optimizer.param_groups:
