@@ -18,7 +18,8 @@ def memory_problems(cfg) -> list[str]:
     if t.tile_rows < 0:
         problems.append(f"train.tile_rows={t.tile_rows}: must be at least 0; nearest: 0 (no tiles)")
     if t.residual_dtype == "bf16" and t.dtype == "fp32":
-        problems.append("train.residual_dtype=bf16: activations are fp32 with train.dtype=fp32; nearest: fp32, or train.dtype=bf16")
+        problems.append("train.residual_dtype=bf16: activations are fp32 with train.dtype=fp32; nearest: fp32, or "
+                        "train.dtype=bf16")
     if t.loss == "liger":
         if cfg.run.device == "cpu":
             problems.append("train.loss=liger: its kernels need a GPU, run.device=cpu has none; nearest: chunked")

@@ -1,8 +1,8 @@
 """AdamW whose moments live in pinned host memory and pass through the device a few at a time (ZeRO-Offload, Ren et al. 2021, but
 for the arithmetic, which stays on the device): optim.offload.
 
-The moments are read and written once a step, 16 bytes a parameter over the host link: a step of minutes does not notice, and 8 bytes
-a parameter of device memory are free for activations.
+The moments are read and written once a step, 16 bytes a parameter over the host link: a step of minutes does not notice, and 8
+bytes a parameter of device memory are free for activations.
 """
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class _Bucket:
 
 
 class OffloadedAdamW(torch.optim.AdamW):
-    """torch.optim.AdamW, to the bit. state: exp_avg and exp_avg_sq on the CPU, pinned where the parameters are on a GPU; as DTensors
-    of the parameter's placement where that is one. step() returns when they are written.
+    """torch.optim.AdamW, to the bit. state: exp_avg and exp_avg_sq on the CPU, pinned where the parameters are on a GPU; as
+    DTensors of the parameter's placement where that is one. step() returns when they are written.
 
     Raises ValueError for a closure, and for parameters that are no contiguous fp32.
     """
@@ -134,8 +134,8 @@ class OffloadedAdamW(torch.optim.AdamW):
     def _compute(self, bucket: _Bucket, moments: tuple[list[Tensor], list[Tensor]]) -> None:
         group = bucket.group
         beta1, beta2 = group["betas"]
-        adamw(bucket.parameters, bucket.gradients, *moments, [], bucket.steps, foreach=group["foreach"], amsgrad=False, beta1=beta1,
-              beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False)
+        adamw(bucket.parameters, bucket.gradients, *moments, [], bucket.steps, foreach=group["foreach"], amsgrad=False,
+              beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False)
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream | None:
         if device.type != "cuda":

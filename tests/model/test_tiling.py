@@ -1,5 +1,5 @@
-"""train.tile_rows: norms and MLP by tiles of rows are the same function; nothing wide is ever there for all rows, and weight gradients are
-fp32 sums. train.residual_dtype and train.loss beside it."""
+"""train.tile_rows: norms and MLP by tiles of rows are the same function; nothing wide is ever there for all rows, and weight
+gradients are fp32 sums. train.residual_dtype and train.loss beside it."""
 import sys
 from dataclasses import replace
 from types import ModuleType
@@ -32,7 +32,8 @@ def test_tiles_of_any_size_give_the_loss_and_the_gradients_of_all_rows_at_once(t
 
 
 @pytest.mark.parametrize("num_rows, tile_rows, expected", [
-    (0, 4, [(0, 0)]), (1, 4, [(0, 1)]), (8, 4, [(0, 4), (4, 8)]), (9, 4, [(0, 4), (4, 8), (8, 9)]), (9, 0, [(0, 9)]), (0, 0, [(0, 0)])])
+    (0, 4, [(0, 0)]), (1, 4, [(0, 1)]), (8, 4, [(0, 4), (4, 8)]), (9, 4, [(0, 4), (4, 8), (8, 9)]), (9, 0, [(0, 9)]),
+    (0, 0, [(0, 0)])])
 def test_tiles_cover_every_row_once_and_are_never_none(num_rows, tile_rows, expected):
     assert [(rows.start, rows.stop) for rows in tiles(num_rows, tile_rows)] == expected
 

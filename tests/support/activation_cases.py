@@ -12,7 +12,8 @@ from torch import Tensor
 from ringflash import ring_attention
 from ringflash.model import ModelConfig, Transformer
 
-PLAIN = ModelConfig(vocab_size=61, dim=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=48, loss_chunk_rows=16, init_std=0.2)
+PLAIN = ModelConfig(vocab_size=61, dim=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=48, loss_chunk_rows=16,
+                    init_std=0.2)
 RICH = dataclasses.replace(PLAIN, sinks=True, softcap=5.0, qk_norm=True, num_kv_heads=1, tie_embeddings=True)
 POLICIES = ("none", "block", "block_save_attention", "offload")
 
