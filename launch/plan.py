@@ -109,6 +109,9 @@ def read_config(overrides: Sequence[str], num_gpus: int) -> Config:
     overrides = list(overrides)
     check_overrides(overrides)
     cfg = to_config(compose(overrides))
+    if cfg.model.hf is not None:
+        raise ValueError(f"model.hf={cfg.model.hf}: only models of ringflash are counted, by their sizes; nearest: model=llama3_8b, "
+                         "with model.dim, model.num_layers, ... of yours")
     # What was not given is searched for, so whatever the defaults are must not stand in the way.
     dp, cp, ulysses, shard = (getattr(cfg.parallel, key) for key in ("dp", "cp", "ulysses", "shard"))
     cfg.parallel.dp, cfg.parallel.cp, cfg.parallel.ulysses, cfg.parallel.shard = 1, -1, 1, 1

@@ -30,8 +30,7 @@ from ringflash.train.trainer import layer_masks
 
 TILE_ROWS = 4096  # where train.tile_rows is not given: the MLP's tensors for this many rows at a time
 LENGTHS = {"cuda": (8192, 16384, 32768, 65536), "cpu": (64, 128)}
-STEP_TILE_ROWS = 4096  # where train.tile_rows is not given: the MLP's tensors for this many rows at a time
-LENGTHS = {"cuda": (16384, 65536), "cpu": (64, 256)}
+STEP_LENGTHS = {"cuda": (16384, 65536), "cpu": (64, 256)}
 _MIN_S = {"cuda": 0.4, "cpu": 0.01}  # that a rate is timed for at least
 
 
@@ -192,6 +191,8 @@ def train_step(cfg: Config, device: torch.device, policy: str, seq_len: int, lay
     with torch.device("meta"):
         model = build_model(few, attention)
     model.to_empty(device=device)
+    if cfg.model.tie_embeddings:            # to_empty makes two parameters of one
+        model.head.weight = model.embedding.weight
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.02)

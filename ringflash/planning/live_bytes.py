@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 _INSIDE = ("ringflash::attention_forward", "ringflash::attention_backward")
 
@@ -44,7 +44,8 @@ class LiveBytes(TorchDispatchMode):
                 return op._init_fn(*args, **kwargs)
         out = func(*args, **kwargs)
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, Tensor):
+            # What wraps another tensor (a DTensor) has no memory of its own.
+            if isinstance(tensor, Tensor) and not is_traceable_wrapper_subclass(tensor):
                 self._note(tensor)
         return out
 

@@ -96,8 +96,8 @@ class _Fixed:
         if job.shard > 1:
             unit = sizes.layer
             embedding = FP32 * cfg.model.vocab_size * cfg.model.dim
-            # In a backward: the layer's weights and gradient, the next layer's and what they come in, a reduction under way.
-            self.gathered = {"gathered weights and their gradients": (4 * job.compute_itemsize + FP32) * unit,
+            # In a backward: the layer's weights, the next layer's and what they come in, a gradient that is being reduced.
+            self.gathered = {"gathered weights and their gradients": (3 * job.compute_itemsize + FP32) * unit,
                              "gathered embedding": embedding}
         # Without parallel.reduce=each a rank keeps whole gradients from one micro-batch to the next.
         self.grad_shard = 1 if cfg.train.accumulation > 1 and cfg.parallel.reduce == "last" else job.shard
