@@ -43,7 +43,7 @@ def test_what_is_given_is_not_searched_and_rates_and_documents_change_the_predic
     (["modle.dim=3"], "modle.dim: no such key; nearest: model.dim"),
     (["model=llama9"], "Available options in 'model': base"),
     (["train.activations=all"], "train.activations=all: valid: none, block, block_save_attention, offload"),
-    (["model=hf", "model.hf=folder"], "model.hf=folder: only models of ringflash are counted"),
+    (["model=hf", "model.hf=folder"], "model.hf=folder: "),
     (["--rate", "matmul_tflops=fast"], "--rate matmul_tflops=fast: must be NAME=NUMBER"),
     (["--documents", "uniform"], "documents 'uniform'"),
     (["--calibration", "/nowhere.json"], "--calibration /nowhere.json: "),
