@@ -63,11 +63,11 @@ def seconds(prediction: Prediction) -> str:
 
 def communication(prediction: Prediction) -> str:
     job, time, rows = prediction.job, prediction.time, []
-    for mask, count, *passes in time.attention:
+    for kind, (_, count, *passes) in zip(job.kinds, time.attention):
         for name, each in zip(("forward", "backward"), passes):
             hops = [step for step in each.steps if step.hop_ms]
             low, high = (f(step.hidden for step in hops) for f in (min, max)) if hops else (1.0, 1.0)
-            rows.append([f"{mask!r}", count, name, len(each.steps), f"{max(step.kernel_ms for step in each.steps):.2f}",
+            rows.append([f"{kind!r}", count, name, len(each.steps), f"{max(step.kernel_ms for step in each.steps):.2f}",
                          f"{max(step.hop_ms for step in each.steps):.2f}", f"{1e3 * each.hop_gb:,.1f}", f"{each.sent_gb:.2f}",
                          f"{100 * each.hidden:.1f}%", f"{100 * low:.0f} to {100 * high:.0f}%", f"{each.alltoall_ms:.2f}"])
     head = ["attention of a layer that sees", "layers", "pass", "steps", "kernel ms", "hop ms", "MB a hop", "GB sent", "hidden",
