@@ -2,7 +2,7 @@
 backward]). fp16 and bf16, head_dim 64, 128 and 256 with v's the same.
 
 Shapes and semantics are those of `reference`. At head_dim 256 the backward is that of the `triton` backend. Bitwise the same from
-run to run: out, lse, dk, dv, and with deterministic=True dq.
+run to run: out, lse, and with deterministic=True dq, dk, dv.
 
 Operands that the copy engine cannot address (a last stride other than 1, a base or strides that are no multiples of 16 bytes,
 expanded dims) are copied to contiguous ones; such an `out` is written by way of a contiguous one.
