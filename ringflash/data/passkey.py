@@ -16,7 +16,8 @@ import numpy as np
 from .packing import LazyTokens, Samples
 
 IGNORE = -100
-_DEPTH, _KEY, _FILLER, _LENGTH = 0, 1, 2, 3  # streams of random numbers of a sample
+_SAMPLES_KEPT = 4  # this step's and the next one's
+_DEPTH, _KEY, _FILLER, _LENGTH, _ORDER = 0, 1, 2, 3, 4  # streams of random numbers of a sample
 
 
 class RandomFiller:
@@ -147,64 +148,93 @@ class PackedPasskeys(_Questions):
     """Samples of seq_len tokens, each several texts one after another as documents: the task at many lengths at once.
 
     A key is found over a short distance long before it is found over a long one, and what is learnt there carries over. Each
-    length has the same share of the tokens; what is left at the end of a sample and holds no text of any length is filler.
+    length has the same share of the tokens, as far as whole texts allow; what is left at the end of a sample is filler.
 
-    texts    the task, one per length, with the same filler and seed
+    filler      one stretch for all texts of a sample
+    lengths     of texts, tokens
+    others      as PasskeyDataset has them
+
+    Raises ValueError where a length does not hold both keys and their prompts, or seq_len a text.
     """
 
     document_mask, batch_size = True, 1
 
-    def __init__(self, texts: Sequence[PasskeyDataset], seq_len: int):
-        self.texts, self.seq_len = sorted(texts, key=lambda text: text.seq_len), seq_len
-        self.filler, self.seed, self.everywhere = texts[0].filler, texts[0].seed, texts[0].everywhere
-        self.alphabet = texts[0].alphabet
-        self.lengths = np.array([text.seq_len for text in self.texts])
-        if self.lengths[-1] > seq_len:
-            raise ValueError(f"{seq_len} tokens do not hold a text of {self.lengths[-1]}")
+    def __init__(self, filler: RandomFiller | TextFiller, seq_len: int, lengths: Sequence[int], *, prompt: np.ndarray,
+                 alphabet: np.ndarray, key_tokens: int, seed: int = 0, everywhere: bool = False):
+        self.filler, self.seq_len, self.seed, self.everywhere = filler, seq_len, seed, everywhere
+        self.prompt, self.alphabet, self.key_tokens = np.asarray(prompt, np.int64), np.asarray(alphabet, np.int64), key_tokens
+        self.lengths = sorted(set(lengths), reverse=True)
+        self.said = len(self.prompt) + key_tokens
+        if self.lengths[-1] < 2 * self.said:
+            raise ValueError(f"{self.lengths[-1]} tokens do not hold a key of {key_tokens} with its prompt of "
+                             f"{len(self.prompt)} twice; nearest: {2 * self.said}")
+        if self.lengths[0] > seq_len:
+            raise ValueError(f"{seq_len} tokens do not hold a text of {self.lengths[0]}; nearest: {seq_len}")
+        self._samples: dict[int, tuple[np.ndarray, ...]] = {}
 
     def cu_seqlens(self, sample: int) -> np.ndarray:
         """int32 [N + 1]: where the texts begin."""
-        most = self.seq_len // int(self.lengths[0])
-        shares = np.cumsum(1 / self.lengths)
-        drawn = _draw(self.seed, sample, _LENGTH, np.arange(most), 1 << 32) / 2.0**32
-        starts = [0]
-        for value in drawn:
-            left = self.seq_len - starts[-1]
-            fitting = int(np.searchsorted(self.lengths, left, side="right"))
-            if not fitting:
-                break
-            index = np.searchsorted(shares[:fitting - 1], value * shares[fitting - 1], side="right")
-            starts.append(starts[-1] + int(self.lengths[index]))
-        return np.unique([*starts, self.seq_len]).astype(np.int32)
+        return self._sample(sample)[0]
 
     def read(self, sample: int, positions: np.ndarray) -> np.ndarray:
         """As PackedDataset.read."""
-        return self._each(sample, positions, "read")
-
-    def answers(self, sample: int, positions: np.ndarray) -> np.ndarray:
-        return self._each(sample, positions, "answers")
-
-    def _each(self, sample: int, positions: np.ndarray, what: str) -> np.ndarray:
         positions = np.asarray(positions, np.int64)
         if positions.size and not (0 <= positions.min() and positions.max() < self.seq_len):
             raise IndexError(f"positions must lie in [0, {self.seq_len}), got {positions.min()}..{positions.max()}")
-        boundaries = self.cu_seqlens(sample)
-        place = np.searchsorted(boundaries, positions, side="right") - 1
-        values = np.empty(positions.shape, np.int64)
-        for index in np.unique(place):
-            mine, start = place == index, int(boundaries[index])
-            length = int(boundaries[index + 1]) - start
-            number = sample * self.seq_len + start  # of the text among all texts
-            text = next((text for text in self.texts if text.seq_len == length), None)
-            if text is not None:
-                values[mine] = getattr(text, what)(number, positions[mine] - start)
-            else:
-                values[mine] = self.filler.read(number, positions[mine] - start) if what == "read" else IGNORE
-        return values
+        _, rows, values, _ = self._sample(sample)
+        return _laid_over(self.filler.read(sample, positions), positions, rows, values)
+
+    def answers(self, sample: int, positions: np.ndarray) -> np.ndarray:
+        positions = np.asarray(positions, np.int64)
+        _, rows, values, is_answer = self._sample(sample)
+        return _laid_over(np.full(positions.shape, IGNORE, np.int64), positions, rows[is_answer], values[is_answer])
+
+    def _sample(self, sample: int) -> tuple[np.ndarray, ...]:
+        """(cu_seqlens, rows of prompts and keys int64 [n], rising, their tokens int64 [n], which are answers bool [n])."""
+        known = self._samples.get(sample)
+        if known is None:
+            known = self._lay_out(sample)
+            # A new dict in one assignment: a thread that prefetches may be in here too.
+            self._samples = dict([*list(self._samples.items())[1 - _SAMPLES_KEPT:], (sample, known)])
+        return known
+
+    def _lay_out(self, sample: int) -> tuple[np.ndarray, ...]:
+        counts, left = [], self.seq_len
+        rounding = _draw(self.seed, sample, _LENGTH, np.arange(len(self.lengths)), 1 << 32) / 2.0**32
+        for index, length in enumerate(self.lengths):
+            remaining = len(self.lengths) - index
+            # Of an even share that is no whole number of texts a fraction is the chance of one more; the shortest get the rest.
+            share = left / remaining / length + (rounding[index] if remaining > 1 else 0.0)
+            counts.append(min(int(share), left // length))
+            left -= counts[-1] * length
+        lengths = np.repeat(self.lengths, counts)
+        lengths = lengths[np.argsort(_draw(self.seed, sample, _ORDER, np.arange(len(lengths)), 1 << 62))]
+        starts = np.concatenate(([0], np.cumsum(lengths)))
+        texts, letters = len(lengths), len(self.alphabet)
+        free = lengths - 2 * self.said + 1
+        places = starts[:-1] + _draw(self.seed, sample, _DEPTH, np.arange(texts), 1 << 62) % free
+        drawn = _draw(self.seed, sample, _KEY, np.arange(texts * letters), 1 << 62).reshape(texts, letters)
+        keys = self.alphabet[np.argsort(drawn, axis=1)[:, :self.key_tokens]]
+        said = np.concatenate([np.broadcast_to(self.prompt, (texts, len(self.prompt))), keys], axis=1)
+        rows = np.stack([places, starts[1:] - self.said], axis=1)[:, :, None] + np.arange(self.said)
+        is_answer = np.zeros(rows.shape, bool)
+        is_answer[:, 1, len(self.prompt):] = True
+        boundaries = np.unique([*starts, self.seq_len]).astype(np.int32)
+        return boundaries, rows.ravel(), np.stack([said, said], axis=1).ravel(), is_answer.ravel()
 
     def description(self) -> dict:
         """As PackedDataset.description."""
-        return {"texts": [text.description() for text in self.texts], "seq_len": self.seq_len}
+        return {"passkey": [self.prompt.tolist(), self.alphabet.tolist(), self.key_tokens, self.lengths, self.everywhere],
+                "filler": self.filler.description(), "seq_len": self.seq_len, "seed": self.seed}
+
+
+def _laid_over(values: np.ndarray, positions: np.ndarray, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """values [n] at positions [n], in place with tokens [m] where a position is one of rows [m], rising."""
+    places = np.minimum(np.searchsorted(rows, positions), max(len(rows) - 1, 0))
+    if len(rows):
+        is_row = rows[places] == positions
+        values[is_row] = tokens[places[is_row]]
+    return values
 
 
 class Answers(LazyTokens):

@@ -48,9 +48,11 @@ def open_data(cfg: Config) -> Data:
     asked = tuple(passkey_samples(cfg, sources, length, seed=_ASKED, depths=depths, document_mask=True)
                   for length in cfg.eval.passkey.lengths)
     if d.task == "passkey":
-        options = {"everywhere": cfg.eval.passkey.labels == "all", "document_mask": d.document_mask}
-        train = passkey_training(cfg, sources, seed=cfg.train.seed, is_training=True, batch_size=d.batch_size, **options)
-        heldout = passkey_training(cfg, sources, seed=_HELDOUT, **options)
+        options = {"everywhere": cfg.eval.passkey.labels == "all", "document_mask": d.document_mask,
+                   "packed": tuple(cfg.eval.passkey.packed)}
+        train = passkey_samples(cfg, sources, d.seq_len, seed=cfg.train.seed, is_training=True, batch_size=d.batch_size,
+                                **options)
+        heldout = passkey_samples(cfg, sources, d.seq_len, seed=_HELDOUT, **options)
         return Data(train, heldout, math.log(len(train.alphabet)), asked)
 
     def packed(split, batch_size: int) -> PackedDataset:
@@ -72,8 +74,9 @@ def depths_of(count: int) -> tuple[float, ...]:
 
 
 def passkey_samples(cfg: Config, sources: Sequence[Prepared], length: int, *, seed: int, is_training: bool = False,
-                    **options) -> PasskeyDataset:
-    """Samples of `length` tokens of the task of eval.passkey, filled from the training or the held-out text of the sources."""
+                    packed: Sequence[int] = (), **options) -> PasskeyDataset | PackedPasskeys:
+    """Samples of `length` tokens of the task of eval.passkey, filled from the training or the held-out text of the sources.
+    packed: each of several texts of these lengths."""
     p, d = cfg.eval.passkey, cfg.data
     tokenizer = load_tokenizer(d.tokenizer, d.document_start)
     if any(source.num_ids > tokenizer.size for source in sources):
@@ -95,19 +98,14 @@ def passkey_samples(cfg: Config, sources: Sequence[Prepared], length: int, *, se
     else:
         splits = [source.corpus.train if is_training else source.corpus.heldout for source in sources]
         filler = TextFiller([split.tokens for split in splits], [split.content for split in splits], seed)
+    task = {"prompt": prompt, "alphabet": alphabet, "key_tokens": p.key_tokens, "seed": seed}
     try:
-        return PasskeyDataset(filler, length, prompt=prompt, alphabet=alphabet, key_tokens=p.key_tokens, seed=seed, **options)
+        if packed:
+            return PackedPasskeys(filler, length, packed, everywhere=options["everywhere"], **task)
+        return PasskeyDataset(filler, length, **task, **options)
     except ValueError as error:
-        key = "eval.passkey.lengths" if "depths" in options else "eval.passkey.packed" if p.packed else "data.seq_len"
-        raise ValueError(f"{key}={length}: {error}") from error
-
-
-def passkey_training(cfg: Config, sources: Sequence[Prepared], **options) -> PasskeyDataset | PackedPasskeys:
-    """Samples of data.seq_len tokens to learn the task from."""
-    lengths = list(dict.fromkeys(cfg.eval.passkey.packed))
-    if not lengths:
-        return passkey_samples(cfg, sources, cfg.data.seq_len, **options)
-    return PackedPasskeys([passkey_samples(cfg, sources, length, **options) for length in lengths], cfg.data.seq_len)
+        key = "eval.passkey.lengths" if "depths" in options else "eval.passkey.packed" if packed else "data.seq_len"
+        raise ValueError(f"{key}={list(packed) or length}: {error}") from error
 
 
 def open_source(d: DataConfig, path: str | os.PathLike | None) -> Prepared:

@@ -67,7 +67,8 @@ def test_keys_are_drawn_evenly_and_places_everywhere():
 
 
 def packed(seq_len=150, lengths=(16, 32, 64), **options):
-    return PackedPasskeys([dataset(length, document_mask=True, **options) for length in lengths], seq_len)
+    task = {"prompt": PROMPT, "alphabet": LETTERS, "key_tokens": 4, "seed": 5} | options
+    return PackedPasskeys(RandomFiller(np.arange(9, 40), 5), seq_len, lengths, **task)
 
 
 def test_a_packed_sample_is_full_of_texts_of_its_lengths_each_with_its_own_key():
@@ -87,8 +88,20 @@ def test_a_packed_sample_is_full_of_texts_of_its_lengths_each_with_its_own_key()
             assert tokens[stop - 6:stop - 4].tolist() == PROMPT.tolist()
             assert answers[start:stop].tolist() == [-100] * (stop - start - 4) + list(keys[-1])
         assert len(set(keys)) == len(keys)
-    # Even shares of the tokens, but for the ends of samples, where only short texts fit.
-    assert min(tokens_of.values()) > 0.15 * 300 * 150
+    # Even shares of the tokens; the shortest fill up what the others leave.
+    shares = {length: tokens / 300 / 150 for length, tokens in tokens_of.items()}
+    assert shares[64] == pytest.approx(1 / 3, abs=0.05) and 0.2 < shares[32] < 0.4 and 0.2 < shares[16] < 0.4
+
+
+def test_the_places_and_the_order_of_packed_texts_are_drawn():
+    made, places, firsts = packed(lengths=(16, 32)), set(), set()
+    for sample in range(200):
+        boundaries = made.cu_seqlens(sample)
+        tokens = made.read(sample, np.arange(150))
+        firsts.add(int(boundaries[1]))
+        places |= {int(np.flatnonzero(tokens[start:stop] == PROMPT[0])[0]) for start, stop in zip(boundaries, boundaries[1:])
+                   if stop - start == 32}
+    assert firsts == {16, 32} and places == set(range(32 - 2 * 6 + 1))
 
 
 def test_labels_are_at_the_answers_alone_or_everywhere():
@@ -117,7 +130,7 @@ def config(**passkey):
     ({"lengths": [5]}, "eval.passkey.lengths=5: 5 tokens do not hold a key of 2 with its prompt of 1 twice; nearest: 6"),
     ({"key_tokens": 4}, "eval.passkey.key_tokens=4: a key's tokens are all different, and eval.passkey.alphabet has 3; near"),
     ({"prompt": "#" * 40}, "data.seq_len=65: 65 tokens do not hold a key of 2 with its prompt of 40 twice; nearest: 84"),
-    ({"packed": [5]}, "eval.passkey.packed=5: 5 tokens do not hold"),
+    ({"packed": [5]}, "eval.passkey.packed=[5]: 5 tokens do not hold"),
     ({"alphabet": "x\u00e9"}, "eval.passkey.alphabet='x\u00e9': each character is to be one token, which '\u00e9' is not"),
 ])
 def test_a_task_that_cannot_be_is_refused_by_name_before_any_rank_starts(change, message):
