@@ -121,9 +121,10 @@ def pieces(k_hi: torch.Tensor, heads: int, group: int = 1) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("rows, heads, causal, cut", [
-    (16384, 16, True, False), (16384, 16, False, True), (16896, 1, False, False), (2048, 8, True, True), (8192, 8, True, False)])
+    (16384, 16, True, False), (16384, 16, False, False), (16896, 1, False, False), (2048, 8, True, True), (1024, 8, False, True),
+    (8192, 8, True, False), (8192, 8, False, False)])
 def test_programs_are_cut_where_the_gpu_would_stand_idle_and_nowhere_else(rows, heads, causal, cut):
-    """The last wave of equal ones (2,048 programs on 132 SMs), and a few long ones; not where short ones fill the end."""
+    """Too few programs (64), or a few long ones (128 on 132 SMs); not several waves of equal ones, and not where short ones fill the end."""
     k_hi = torch.arange(1, rows + 1, dtype=torch.int32) if causal else torch.full((rows,), rows, dtype=torch.int32)
     found = pieces(k_hi, heads, group=4)
     assert (len(found) > rows // 128) == cut
