@@ -117,12 +117,25 @@ def train(cfg: Config, world: World, data: Data, folder: Path | None, stop: Stop
     progress.time_s = time.perf_counter() - start
     summary = _summary(cfg, trainer, meter, progress)
     weights = full_state_dict(trainer.model) if cfg.run.save_weights and folder is not None else None
+    failure = ""
     if world.rank == 0 and folder is not None:
-        if weights is not None:
-            save_weights(folder / "weights.pt", weights)
-        recorder.finish(summary, plot=cfg.run.plot, unigram_nats=data.unigram_nats)
+        try:
+            if weights is not None:
+                save_weights(folder / "weights.pt", weights)
+            recorder.finish(summary, plot=cfg.run.plot, unigram_nats=data.unigram_nats)
+        except (OSError, RuntimeError) as error:  # torch.save makes a RuntimeError of a full disk
+            failure = f"the results could not be written to {folder}: {_cause(error)}"
+            if checkpoints.saved == progress.step:
+                failure += f"; the checkpoint of step {progress.step} has them, for a start that goes on"
+    if world.sum(float(bool(failure)))[0]:
+        raise SaveError(failure or "the results could not be written: see rank 0")
     checkpoints.close()
     return summary
+
+
+def _cause(error: Exception) -> str:
+    origin = error.__context__ if isinstance(error.__context__, OSError) else error
+    return getattr(origin, "strerror", None) or str(origin)
 
 
 def _tell(world: World, accepted: Callable[[], None] | None) -> None:

@@ -19,6 +19,8 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from ringflash.config import DataConfig, validate
 from ringflash.data import prepared
+from ringflash.train import loop
+from ringflash.train.checkpoint import SaveError
 from ringflash.train.folder import claim_run_folder
 from ringflash.train.loop import train
 from ringflash.train.text import open_data
@@ -211,5 +213,22 @@ def test_a_fault_is_told_before_anything_is_trained_or_survived_and_nothing_is_l
             assert start(cfg) is not None and words in capsys.readouterr().err
             assert "step-00000004" in " ".join(whole(base / "run"))
             (base / "run" / "weights.pt").unlink()
+    assert start(config(base)) is not None
+    assert figures(base / "run") == figures(plain / "run") and same_bits(weights(base / "run"), weights(plain / "run"))
+
+
+def test_results_that_find_no_room_are_told_in_words_and_written_by_the_next_start(plain, stopped, tmp_path, monkeypatch):
+    base = tmp_path / "base"
+    shutil.copytree(stopped, base)
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "save_weights", full)
+        with pytest.raises(SaveError, match="run: No space left on device; the checkpoint of step 6 has them") as caught:
+            start(config(base))
+    del caught
+    gc.collect()
     assert start(config(base)) is not None
     assert figures(base / "run") == figures(plain / "run") and same_bits(weights(base / "run"), weights(plain / "run"))
