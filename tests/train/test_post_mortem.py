@@ -22,6 +22,7 @@ from ringflash.train.places import tell_layers
 from ringflash.train.stopping import StopRequest
 
 RANKS = 2
+PATIENCE_S = {"cpu": 2.0, "cuda": 8.0}
 
 
 def asleep_here() -> None:
@@ -38,6 +39,9 @@ def one_rank(rank: int, folder: Path, pass_: str, layer: str, device: str) -> No
     plain = exchange.DistributedExchange.post
 
     def post(self, step, sends, recvs):
+        if watchdog._record.stage == "optimizer step 2":
+            # Not before: the first step starts communicators and may compile.
+            watchdog._watching._timeout_s = PATIENCE_S[device]
         here = (self._pass, watchdog._record.stage, watchdog._record.layer)
         if rank == 1 and here == (pass_, "optimizer step 2", layer):
             asleep_here()
@@ -46,7 +50,7 @@ def one_rank(rank: int, folder: Path, pass_: str, layer: str, device: str) -> No
     exchange.DistributedExchange.post = post
     data = DataConfig(path=str(folder / "text.txt"), cache_dir=str(folder / "cache"), seq_len=45)
     cfg = dataclasses.replace(tiny(steps=4), data=data)
-    cfg = dataclasses.replace(cfg, parallel=dataclasses.replace(cfg.parallel, timeout_s=2.0),
+    cfg = dataclasses.replace(cfg, parallel=dataclasses.replace(cfg.parallel, timeout_s=90.0),
                               attention=dataclasses.replace(cfg.attention, kernel="auto",
                                                             exchange="auto" if device == "cpu" else "nccl"),
                               run=dataclasses.replace(cfg.run, progress=False, device=device))
@@ -64,7 +68,7 @@ def stalled(folder: Path, pass_: str, layer: str, device: str = "cpu") -> tuple[
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join(80.0)
+        rank.join(110.0 if device == "cpu" else 170.0)
         if rank.is_alive():
             rank.kill()
             rank.join()
@@ -90,21 +94,46 @@ def test_a_stall_names_rank_layer_step_hop_and_peer_and_leaves_stacks_and_record
         assert recorded["entries"] and any("ringflash" in frame["filename"] for e in recorded["entries"] for frame in e["frames"])
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize(("pass_", "layer"), [("forward", "layer 1"), ("backward", "layer 0")])
-def test_a_stall_over_nccl_leaves_its_flight_recorder_too(tmp_path, pass_, layer):
-    codes, said = stalled(tmp_path, pass_, layer, "cuda")
-    assert codes == [watchdog.EXIT_CODE] * RANKS, said
+needs_a_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(scope="module")
+def over_nccl(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("nccl")
+    return folder, *stalled(folder, "forward", "layer 1", "cuda")
+
+
+def check_nccl(folder: Path, codes: list[int], said: list[str], pass_: str, layer: str) -> None:
+    # Rank 1 is told and leaves; NCCL may then end rank 0 itself, in the two seconds that it gives the others to read its report.
+    assert codes[1] == watchdog.EXIT_CODE and codes[0] not in (0, None), (codes, said)
     place = rf"cp rank 0.*{pass_} call \d+, step \d \(optimizer step 2, {layer}\): .*from cp rank 1"
     assert re.search(rf"no progress for \d.*{place}", said[0]), said[0]
-    assert "asleep_here" in (tmp_path / "run" / "stacks_rank_1.txt").read_text()
+    assert "asleep_here" in (folder / "run" / "stacks_rank_1.txt").read_text()
     for rank in range(RANKS):
-        recorded = pickle.loads((tmp_path / "run" / f"flight_recorder_nccl_rank_{rank}").read_bytes())
+        recorded = pickle.loads((folder / "run" / f"flight_recorder_nccl_rank_{rank}").read_bytes())
         assert any("nccl:" in entry["profiling_name"] for entry in recorded["entries"])
-    shown = subprocess.run([sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(tmp_path / "run"), "-p",
+
+
+@pytest.mark.gpu
+@needs_a_card
+@pytest.mark.timeout(240)
+def test_a_stall_over_nccl_leaves_its_flight_recorder_too(over_nccl):
+    check_nccl(*over_nccl, "forward", "layer 1")
+
+
+@pytest.mark.gpu
+@needs_a_card
+@pytest.mark.timeout(240)
+def test_a_stall_over_nccl_in_the_backward_names_its_layer(tmp_path):
+    check_nccl(tmp_path, *stalled(tmp_path, "backward", "layer 0", "cuda"), "backward", "layer 0")
+
+
+@pytest.mark.gpu
+@needs_a_card
+def test_torchs_own_tool_reads_the_recordings_of_nccl(over_nccl):
+    shown = subprocess.run([sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(over_nccl[0] / "run"), "-p",
                             "flight_recorder_nccl_rank_"], capture_output=True, text=True, timeout=60.0)
-    assert shown.returncode == 0, shown.stderr
+    assert shown.returncode == 0, shown.stdout[-2000:] + shown.stderr[-2000:]
 
 
 def test_without_a_folder_or_with_one_that_is_gone_nothing_is_written_and_nothing_fails(tmp_path, monkeypatch):
