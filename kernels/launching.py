@@ -1,4 +1,5 @@
 """Launches that cost little host time: descriptors of tensors, and a launch that finds its compiled kernel by itself.
+Note [Launches].
 
 Triton binds the arguments of every launch anew, hashes what it specialises on, and compares the kernel's globals; its descriptors
 check themselves when made. That is most of a launch's time on the host, which a GPU waits for where visits are short (below about

@@ -1,4 +1,5 @@
 """Floating-point operations that a model asks for, of which utilisation (MFU) is the share of a GPU's peak. No torch.
+Note [What a step costs].
 
 Convention: 6 x weights of matrix products x tokens + 12 x heads x head_dim x allowed pairs of each layer; forward and backward,
 exact to the mask (causal, windows, chunks, documents). Embedding look-ups, norms and what is computed again in the backward count

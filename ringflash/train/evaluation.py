@@ -1,4 +1,4 @@
-"""Evaluation on the training path: the held-out loss, whole and by position, the same for every dp and cp.
+"""Evaluation on the training path: the held-out loss, whole and by position, the same for every dp and cp. Note [Evaluation].
 
 Every loss is that of one token: a sum over ranks, in fp64, is all that the spread over them changes. No gradients are kept, and
 logits exist a chunk of rows at a time, so it needs less memory than a training step.
