@@ -1,4 +1,5 @@
-"""The samples of one optimizer step dealt to data-parallel replicas, so that all have about the same attention to compute."""
+"""The samples of one optimizer step dealt to data-parallel replicas, so that all have about the same attention to compute.
+Note [Balanced replicas]."""
 from __future__ import annotations
 
 import numpy as np
