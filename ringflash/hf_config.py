@@ -39,6 +39,9 @@ def resolved(cfg: Config) -> Config:
 
     Raises ValueError naming the key of ours that is set beside model.hf, or theirs that the training loop cannot do.
     """
+    if not cfg.model.hf:
+        raise ValueError("model.hf='': names no model; a folder with config.json, that file, or a name on the Hub, e.g. "
+                         "model.hf=Qwen3-0.6B")
     plain = Config()
     for group, keys in _THEIRS.items():
         for key in keys:

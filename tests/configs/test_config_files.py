@@ -34,6 +34,13 @@ def test_every_file_composes_and_is_valid(file):
     assert dp * cp == world_size
 
 
+def test_a_model_of_transformers_that_is_not_named_is_asked_for_and_no_model_of_ours_is_trained_instead():
+    register_schema()
+    with initialize_config_module("ringflash.configs", version_base="1.3"):
+        with pytest.raises(ValueError, match="model.hf='': names no model"):
+            to_config(compose("train", overrides=["model=hf"]))
+
+
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 @pytest.mark.parametrize("debug", DEBUGS)
 def test_debug_profiles_shorten_every_experiment(experiment, debug):
