@@ -113,7 +113,10 @@ def _read_index(stem: Path) -> np.ndarray | None:
     """The index [N + 1] if both files are there and fit each other (the last row's start is the number of tokens)."""
     if not (stem.with_suffix(".npy").is_file() and stem.with_suffix(".bin").is_file()):
         return None
-    index = np.load(stem.with_suffix(".npy"))
+    try:
+        index = np.load(stem.with_suffix(".npy"))
+    except (ValueError, EOFError):  # cut short: built anew
+        return None
     fits = index.dtype == _INDEX and stem.with_suffix(".bin").stat().st_size == int(index["start"][-1]) * TOKEN_DTYPE.itemsize
     return index if fits else None
 

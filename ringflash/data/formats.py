@@ -61,7 +61,7 @@ def jsonl_documents(path: Path, field: str) -> Iterator[bytes]:
                 continue
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"data.path: {path}, line {number}: no JSON ({error})") from error
             if not isinstance(record, dict):
                 raise ValueError(f"data.path: {path}, line {number}: a JSON {type(record).__name__}, not an object with fields")

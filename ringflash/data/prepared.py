@@ -58,7 +58,7 @@ def open_prepared(path: str | os.PathLike) -> Prepared:
             raise ValueError(f"{INDEX} does not fit {TOKENS}")
         corpus = corpus_of(meta["name"], np.memmap(folder / TOKENS, dtype=dtype, mode="r"), index)
         return Prepared(corpus, int(meta["num_ids"]), float(meta["unigram_nats"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
         raise ValueError(f"data.path={path}: no whole prepared folder: {error}") from error
 
 
@@ -151,6 +151,8 @@ def _build(source: Source, work: Path, reading: Reading) -> None:
             lengths.append(len(document))
             keys.append(int.from_bytes(key.digest(), "little"))
     pieces = _split(np.array(lengths, np.int64), np.array(keys, np.uint64), reading.heldout_fraction, source.name)
+    if documents.start is not None:
+        top = max(top, documents.start)  # no token of a .bin may be it, and the tail of a document still begins with it
     dtype = np.dtype("<u2" if top < 1 << 16 else "<u4")
     num_ids = max(documents.num_ids, top + 1)
     raw = np.memmap(work / "raw", dtype="<u4", mode="r")

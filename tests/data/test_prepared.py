@@ -53,6 +53,7 @@ def test_a_folder_may_mix_texts_and_jsonl(tmp_path):
     ('{"content": "a"}', "nearest: content"),
     ('{"text": 3}', "data.text_field=text: .*line 2, holds a int there, not text"),
     ("[1, 2]", "line 2: a JSON list, not an object"),
+    ("[" * 100_000, "line 2: no JSON"),
     ('{"text": "a', "line 2: no JSON"),
     ('{"text": "\\ud800"}', "line 2: half a surrogate pair"),
 ])
@@ -73,6 +74,17 @@ def test_a_bin_is_read_with_and_without_a_header_and_cut_where_documents_begin(t
     assert sorted(documents(found.corpus)) == sorted(tokens.reshape(50, 100).tolist())
     assert found.num_ids == 50257 and found.corpus.train.tokens.dtype == np.uint16
     assert 9 < found.unigram_nats < 11
+
+
+@pytest.mark.parametrize("files", [1, 25])
+@pytest.mark.parametrize("start", [300, 70000])
+def test_a_start_of_documents_that_no_token_of_a_bin_is_belongs_to_the_vocabulary(tmp_path, files, start):
+    (tmp_path / "in").mkdir()
+    for i in range(files):
+        (np.arange(100, dtype="<u2") + i).tofile(tmp_path / f"in/{i:02}.bin")
+    found = made(tmp_path / "in", tmp_path / "out", bin_document_start=start)
+    assert found.num_ids == start + 1
+    assert files > 1 or found.corpus.heldout.tokens[0] == start  # the held-out tail of the only document
 
 
 def test_tokens_beyond_16_bits_are_kept(tmp_path):
@@ -161,9 +173,10 @@ def test_processes_may_race_for_a_folder(tmp_path):
 @pytest.mark.parametrize("name", ["tokens.bin", "index.npy", "meta.json"])
 def test_a_prepared_folder_with_a_damaged_file_is_refused(tmp_path, name):
     made(jsonl(tmp_path / "a.jsonl"), tmp_path / "out")
-    os.truncate(tmp_path / "out" / name, 100)
-    with pytest.raises(ValueError, match="data.path=.*out: no whole prepared folder"):
-        open_prepared(tmp_path / "out")
+    for size in (100, 0):
+        os.truncate(tmp_path / "out" / name, size)
+        with pytest.raises(ValueError, match="data.path=.*out: no whole prepared folder"):
+            open_prepared(tmp_path / "out")
 
 
 def test_the_cache_tells_apart_how_the_same_file_is_read(tmp_path):
