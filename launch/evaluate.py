@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 if __package__ in (None, "") and (Path(__file__).resolve().parents[1] / "pyproject.toml").is_file():
@@ -28,6 +29,7 @@ from ringflash.degrees import shard_size
 from ringflash.launch.check_spawn import Rank, RingFailure, run_ranks
 from ringflash.launch.train import check_world, misspelt, num_workers, to_config
 from ringflash.train.evaluation import Evaluation, evaluate
+from ringflash.train.folder import read_description
 from ringflash.train.loop import warm_up_kernel
 from ringflash.train.passkey import Recall, plot_recall, recall
 from ringflash.train.plots import plot_positions
@@ -52,6 +54,8 @@ def main(argv: list[str] | None = None) -> int:
         ranks = int(os.environ["WORLD_SIZE"]) if is_worker else num_workers(cfg)
         validate(cfg, ranks)
         check_world(cfg, 1)
+        if os.environ.get("RANK", "0") == "0":
+            check_out(out)
     except (ValueError, OSError, OmegaConfBaseException) as error:
         said = str(error).splitlines()[0] if isinstance(error, OmegaConfBaseException) else str(error)
         for line in (said, *misspelt(overrides)):
@@ -88,10 +92,19 @@ def arguments(words: list[str]) -> tuple[Path, Path, list[str]]:
     return run, Path(given.get("out", run)), [word for word in words if word.split("=")[0] not in ("run", "out")]
 
 
+def check_out(out: Path) -> None:
+    """Makes the folder of the results. OSError, before the work is done, where it cannot be made or written."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+    except OSError as error:
+        raise OSError(f"out={out}: the results cannot be written there ({error.strerror})") from error
+
+
 def configuration(run: Path, overrides: list[str]) -> Config:
     """The run's, with dotted overrides instead and its last weights as the first ones. OmegaConfBaseException for a key that does
     not exist or a value of another type."""
-    cfg = to_config(OmegaConf.merge(OmegaConf.load(run / ".hydra" / "config.yaml"), OmegaConf.from_dotlist(overrides)))
+    cfg = to_config(OmegaConf.merge(read_description(run / ".hydra" / "config.yaml", dict), OmegaConf.from_dotlist(overrides)))
     cfg.model.weights = str(run)
     return cfg
 

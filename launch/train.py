@@ -38,7 +38,7 @@ from ringflash.config import Config, validate
 from ringflash.launch.sweep import Sweep
 from ringflash.train.checkpoint_files import FOLDER, candidates
 from ringflash.train.exit_codes import REFUSED
-from ringflash.train.folder import claim_run_folder, make_run_folder, stop_mark, write_description
+from ringflash.train.folder import claim_run_folder, make_run_folder, read_description, stop_mark, write_description
 from ringflash.train.text import open_data
 
 CONFIGS = "ringflash.configs"
@@ -94,8 +94,9 @@ def of_resumed_run(argv: list[str]) -> list[str]:
     saved = folder / ".hydra" / "overrides.yaml"
     if not saved.is_file() or not (folder / FOLDER).is_dir():
         raise ValueError(f"{_RESUME} {folder}: no run with checkpoints; it has no {'.hydra' if not saved.is_file() else FOLDER}")
+    words = read_description(saved, list)
     given = {word.split("=")[0].lstrip("+~") for word in rest if not word.startswith("-")} | {"run.dir"}
-    kept = [word for word in OmegaConf.to_container(OmegaConf.load(saved)) if word.split("=")[0].lstrip("+~") not in given]
+    kept = [word for word in words if word.split("=")[0].lstrip("+~") not in given]
     quoted = str(folder.resolve()).replace("\\", "\\\\").replace("'", "\\'")
     return [*kept, *rest, f"run.dir='{quoted}'"]
 

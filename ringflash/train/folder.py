@@ -83,3 +83,17 @@ def _make(folder: Path, key: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OSError(f"{key}: the folder cannot be made ({error.strerror}: {error.filename})") from error
+
+
+def read_description(path: Path, kind: type) -> list | dict:
+    """What write_description wrote: a list or a dict, whichever `kind` says. ValueError for a file that is damaged."""
+    from omegaconf import OmegaConf
+    from yaml import YAMLError
+
+    try:
+        found = OmegaConf.to_container(OmegaConf.load(path))
+    except (YAMLError, UnicodeDecodeError, OSError) as error:
+        raise ValueError(f"{path}: cannot be read; is it damaged? ({' '.join(str(error).split())})") from error
+    if not isinstance(found, kind):
+        raise ValueError(f"{path}: holds a {type(found).__name__} and not the {kind.__name__} that was written; is it damaged?")
+    return found

@@ -234,7 +234,8 @@ def test_a_run_shows_what_it_found_and_a_finished_one_is_asked_again_on_its_own(
     (tmp_path / ".hydra").mkdir()
     cfg.run.device = "cpu"
     OmegaConf.save(OmegaConf.structured(cfg), tmp_path / ".hydra" / "config.yaml")
-    capsys.readouterr()
+    assert launch_evaluate.main([f"run={tmp_path}", f"out={tmp_path / 'passkey.png' / 'in a file'}", "parallel.nproc=1"]) == 2
+    assert "in a file: the results cannot be written there" in capsys.readouterr().err
     assert launch_evaluate.main([f"run={tmp_path}", f"out={tmp_path / 'again'}", "parallel.nproc=1"]) == 0
     again = json.loads((tmp_path / "again" / "evaluation.json").read_text())
     assert again["passkey"] == {key: found[-1][key] for key in ("lengths", "depths", "keys", "tokens", "samples")}

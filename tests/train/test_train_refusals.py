@@ -16,7 +16,7 @@ from checkpoint_runs import go, kept, whole
 from test_checkpoint_launch import running, steps_of
 from test_train_launch import MINI, a_long_run, descendants, launch, own_launcher
 
-from ringflash.launch.train import check_overrides
+from ringflash.launch.train import check_overrides, of_resumed_run
 from ringflash.launch.train_agent import Quiet, never_again_after_words, spoken_of
 from ringflash.train import checkpoint_files as files
 from ringflash.train.checkpoint import ResumeError
@@ -182,3 +182,12 @@ def test_a_run_folder_that_cannot_be_described_is_refused(tmp_path):
     with pytest.raises(ResumeError, match="the run folder cannot be written: .*No space left"):
         train(cfg, single(), text(cfg), tmp_path, accepted=fail)
     assert not list(tmp_path.iterdir()) and stop_mark(tmp_path) is None
+
+
+@pytest.mark.parametrize("text", ["not: [a", "a: 1", "\x00"])
+def test_overrides_that_are_damaged_are_refused_in_a_line(tmp_path, text):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "overrides.yaml").write_text(text)
+    with pytest.raises(ValueError, match=r"overrides.yaml: .*is it damaged\?"):
+        of_resumed_run(["--resume", str(tmp_path)])
