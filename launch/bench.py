@@ -101,8 +101,9 @@ def draw(groups: dict[str, list[dict]], path: str) -> None:
         axis.set_title(which)
         axis.grid(axis="y", alpha=0.3)
     axes[0].set_ylabel("TFLOP/s")
-    axes[0].legend(fontsize=8)
-    figure.suptitle(environment()["device"])
+    # Above the axes: inside, it hides the bars of some shape.
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="upper right", ncols=len(names), fontsize=8)
+    figure.suptitle(environment()["device"], x=0.01, ha="left")
     figure.tight_layout()
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
