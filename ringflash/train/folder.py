@@ -26,6 +26,8 @@ def make_run_folder(root: str | Path, name: str, now: float | None = None) -> Pa
             return folder
         except FileExistsError:
             number += 1
+        except OSError as error:
+            raise OSError(f"run.root={root}: no folder can be made there ({error.strerror})") from error
 
 
 def claim_run_folder(folder: str | Path, *, resume: bool = False) -> Path:

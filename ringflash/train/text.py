@@ -1,6 +1,7 @@
 """The text of a run as two streams of samples. Without torch: the launcher looks at the data before any rank starts."""
 from __future__ import annotations
 
+import errno
 import math
 import os
 from collections.abc import Sequence
@@ -109,9 +110,18 @@ def passkey_samples(cfg: Config, sources: Sequence[Prepared], length: int, *, se
 
 
 def open_source(d: DataConfig, path: str | os.PathLike | None) -> Prepared:
-    """One source: prepared already, or made ready in data.cache_dir."""
+    """One source: prepared already, or made ready in data.cache_dir. OSError naming that, where it has no room or is read-only."""
     if is_prepared(path):
         return open_prepared(path)
+    try:
+        return _made_ready(d, path)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        raise OSError(f"data.cache_dir={d.cache_dir}: the tokens cannot be written there ({error.strerror})") from error
+
+
+def _made_ready(d: DataConfig, path: str | os.PathLike | None) -> Prepared:
     source = find_source(path, pattern=d.pattern)
     if d.tokenizer != "bytes" or d.document_start is not None or any(format_of(p, d.format) != "text" for _, p in source.files):
         return cached(source, Path(d.cache_dir), reading_of(d))

@@ -1,5 +1,6 @@
 """Claims about the data of a run: what is refused before any rank starts, mixtures, and rows that a thread reads ahead."""
 import dataclasses
+import errno
 import json
 import subprocess
 import sys
@@ -203,3 +204,13 @@ def test_host_memory_of_the_loader_is_that_of_a_ranks_rows_and_not_of_the_sequen
     rows_kib = (1 << 13) * 8 >> 10
     assert peaks[1] - peaks[0] < 2 * rows_kib << 10, peaks  # what a cp of 64 costs the balanced layout
     assert peaks[0] < 20 * rows_kib << 10 < (1 << 19) * 8, peaks
+
+
+def test_a_cache_without_room_is_named_by_its_key(tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("ringflash.data.corpus.os.replace", full)
+    (tmp_path / "a.txt").write_text("some text " * 200)
+    cfg = dataclasses.replace(tiny(), data=DataConfig(path=str(tmp_path / "a.txt"), seq_len=45, cache_dir=str(tmp_path / "cache")))
+    with pytest.raises(OSError, match="data.cache_dir=.*cache: the tokens cannot be written there .No space left"):
+        open_data(cfg)
