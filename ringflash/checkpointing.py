@@ -4,6 +4,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+MAX_TIMEOUT_S = 1e7  # 115 days
 ON_ERROR = ("warn", "stop")
 
 
@@ -27,6 +28,7 @@ def checkpoint_problems(c: CheckpointConfig) -> list[str]:
                 for key, low in (("every", 0), ("keep", 1), ("restarts", 0)) if getattr(c, key) < low]
     problems += [f"checkpoint.{key}={getattr(c, key)}: must be a finite number above 0" for key in ("grace_s", "timeout_s")
                  if not (math.isfinite(getattr(c, key)) and getattr(c, key) > 0)]
+    problems += timeout_problems("checkpoint.timeout_s", c.timeout_s)
     if c.on_error not in ON_ERROR:
         problems.append(f"checkpoint.on_error={c.on_error}: valid: {', '.join(ON_ERROR)}")
     if not c.resume:
@@ -35,3 +37,10 @@ def checkpoint_problems(c: CheckpointConfig) -> list[str]:
         key = "every=0" if c.every == 0 else "resume=none"
         problems.append(f"checkpoint.restarts={c.restarts}: with checkpoint.{key} each would begin at step 1 again; nearest: 0")
     return problems
+
+
+def timeout_problems(key: str, seconds: float) -> list[str]:
+    """Of a finite timeout that torch could not count in its own units."""
+    if not MAX_TIMEOUT_S < seconds < math.inf:
+        return []
+    return [f"{key}={seconds}: must be at most {MAX_TIMEOUT_S:.0f}; nearest: {MAX_TIMEOUT_S:.0f}"]

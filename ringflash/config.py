@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from ringflash.checkpointing import CheckpointConfig, checkpoint_problems
+from ringflash.checkpointing import CheckpointConfig, checkpoint_problems, timeout_problems
 from ringflash.data_options import NUM_TOKENS, POSITIONS, DataConfig, data_problems  # noqa: F401
 from ringflash.degrees import ParallelConfig, degrees_of, divisors, nearest, shard_problems, ulysses_problems
 from ringflash.eval_options import EvalConfig, eval_problems, profile_problems
@@ -300,6 +300,7 @@ def _train(cfg: Config) -> list[str]:
 def _run(cfg: Config) -> list[str]:
     r = cfg.run
     problems = _one_of("run.device", r.device, DEVICES) + _positive(cfg, "parallel.timeout_s")
+    problems += timeout_problems("parallel.timeout_s", cfg.parallel.timeout_s)
     if not r.name or any(c in r.name for c in "/\\\0 ") or r.name.startswith("."):
         problems.append(f"run.name={r.name!r}: becomes the name of a folder; letters, digits, -, _ and dots inside")
     if r.device == "cpu" and cfg.attention.exchange in ("nccl", "copy"):

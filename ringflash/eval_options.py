@@ -75,6 +75,8 @@ def _showing(t) -> list[str]:
         problems.append(f"train.profile={t.profile}: with train.profile_after={t.profile_after} that is step "
                         f"{t.profile_after + 1} to {last} of train.steps={t.steps}; nearest: "
                         f"train.profile={min(t.profile, t.steps)} train.profile_after={max(0, t.steps - t.profile)}")
+    if t.profile > 0 and not t.profile_ranks:
+        problems.append(f"train.profile={t.profile}: train.profile_ranks=[] names no rank whose steps to write; nearest: [0]")
     if t.tensorboard and importlib.util.find_spec("tensorboard") is None:
         problems.append("train.tensorboard=true: the package tensorboard is not installed here; nearest: false (metrics.jsonl "
                         "has the same figures), or pip install tensorboard")
