@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import pickle
 import sys
 from pathlib import Path
 
@@ -22,10 +23,13 @@ import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ringflash import Mask
 from ringflash.config import Config
 from ringflash.model import ModelConfig
 from ringflash.model.build import model_config
 from ringflash.model.huggingface import load_huggingface, save_huggingface
+from ringflash.train.folder import read_description
+from ringflash.train.trainer import layer_masks
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -60,8 +64,11 @@ def _export(args: argparse.Namespace) -> int:
     for path in (saved, weights):
         if not path.is_file():
             raise ValueError(f"{args.run}: no finished run; it has no {path.relative_to(args.run)}")
-    cfg: Config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(saved)))
-    state = torch.load(weights, map_location="cpu", weights_only=True)
+    cfg: Config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), read_description(saved, dict)))
+    try:
+        state = torch.load(weights, map_location="cpu", weights_only=True)
+    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{weights} is torn or no torch file: {str(error).splitlines()[0]}") from error
     if cfg.model.hf is not None:
         from ringflash.hf_config import read_config
         from ringflash.model.hf_model import save_pretrained
@@ -69,6 +76,10 @@ def _export(args: argparse.Namespace) -> int:
         if args.max_positions is not None:
             raise ValueError(f"--max-positions: model.hf={cfg.model.hf} has a config.json of its own, which says it")
         return save_pretrained(args.out, read_config(cfg.model.hf), state, DTYPES.get(args.dtype))
+    if any(mask != Mask() for mask in layer_masks(cfg.attention)):
+        a = cfg.attention
+        raise ValueError(f"attention.layers={list(a.layers)}, attention.window_size={list(a.window_size)}, attention.chunk_size={a.chunk_size}"
+                         ": the layers of Llama and Qwen3 as they are written here see all that comes before")
     config = model_config(cfg)
     positions = cfg.data.seq_len if args.max_positions is None else args.max_positions
     save_huggingface(args.out, config, state, max_position_embeddings=positions, dtype=DTYPES.get(args.dtype))

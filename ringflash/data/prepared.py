@@ -78,7 +78,12 @@ def prepare(source: Source, target: str | os.PathLike, reading: Reading) -> Path
     except OSError as error:
         raise OSError(f"{target.parent}: no folder can be made there ({error.strerror})") from error
     try:
-        _build(source, work, reading)
+        try:
+            _build(source, work, reading)
+        except OSError as error:
+            if error.errno is not None and error.filename is None:  # what a write that fails leaves unsaid
+                error.filename = str(target)
+            raise
         try:
             os.replace(work, target)
         except OSError:

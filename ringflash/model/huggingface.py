@@ -133,12 +133,14 @@ def load_huggingface(folder: str | os.PathLike, **changes) -> tuple[ModelConfig,
     """(config, state) of a Hugging Face folder on the CPU, in the dtypes of its files, for load_state_dict of a
     Transformer(config). changes are fields of ModelConfig, e.g. rope_scaling, that replace those of its config.json.
 
-    Raises ValueError for weights that are missing or unknown, and RuntimeError without safetensors. Shapes are load_state_dict's
-    matter.
+    Raises ValueError for weights that are missing, unknown or damaged, and RuntimeError without safetensors. Shapes are
+    load_state_dict's matter.
     """
     folder = Path(folder)
     config = config_from_huggingface(json.loads((folder / "config.json").read_text()), **changes)
     safetensors = _safetensors()
+    from safetensors import SafetensorError
+
     if (folder / INDEX).is_file():
         files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
     else:
@@ -147,7 +149,10 @@ def load_huggingface(folder: str | os.PathLike, **changes) -> tuple[ModelConfig,
     for file in files:
         if not (folder / file).is_file():
             raise ValueError(f"{folder}: {file} is missing")
-        found |= safetensors.load_file(folder / file)
+        try:
+            found |= safetensors.load_file(folder / file)
+        except SafetensorError as error:
+            raise ValueError(f"{folder}: {file} is cut short or damaged: {error}") from error
     theirs = names(config)
     if config.tie_embeddings:
         found.pop("lm_head.weight", None)  # some write it twice

@@ -1,5 +1,6 @@
 """launch/convert.py: a run's weights go to a Hugging Face folder and come back to the bit; what is wrong is said in one line."""
 import dataclasses
+import os
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from ringflash.train.record import save_weights
 from ringflash.train.trainer import model_config
 
 
-def run_folder(folder, **model):
+def run_folder(folder, *, window: int = -1, **model):
     cfg = Config()
+    cfg.attention.window_size = [window, -1]
     cfg.model = dataclasses.replace(cfg.model, dim=32, num_layers=2, ffn_dim=48, head_dim=8, **model)
     made = Transformer(model_config(cfg), lambda q, k, v, *, layout, mask=None: q)
     (folder / ".hydra").mkdir(parents=True)
@@ -48,4 +50,10 @@ def test_what_is_wrong_is_one_line_and_nothing_is_written(tmp_path, capsys):
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "hf")]) == 2
     said = capsys.readouterr().err
     assert "model.sinks=True" in said and said.count("\n") == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+    run_folder(tmp_path / "window", window=255)
+    assert main(["export", str(tmp_path / "window"), str(tmp_path / "hf")]) == 2
+    assert "attention.window_size=[255, -1]" in capsys.readouterr().err
+    os.truncate(tmp_path / "window" / "weights.pt", 2000)
+    assert main(["export", str(tmp_path / "window"), str(tmp_path / "hf")]) == 2
+    assert "weights.pt is torn or no torch file" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "window"]

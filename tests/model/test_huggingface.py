@@ -1,5 +1,6 @@
 """Hugging Face folders: logits are those of transformers, nothing is lost there and back, what does not fit is refused."""
 import json
+import os
 import zlib
 from dataclasses import replace
 
@@ -152,6 +153,9 @@ def test_weights_that_are_missing_or_unknown_are_named(tmp_path):
     weights["model.layers.0.self_attn.q_proj.bias"] = weights.pop("model.norm.weight")
     safetensors.save_file(weights, tmp_path / SINGLE)
     with pytest.raises(ValueError, match=r"missing model.norm.weight; unknown model.layers.0.self_attn.q_proj.bias"):
+        load_huggingface(tmp_path)
+    os.truncate(tmp_path / SINGLE, 3000)
+    with pytest.raises(ValueError, match="model.safetensors is cut short or damaged"):
         load_huggingface(tmp_path)
     (tmp_path / SINGLE).unlink()
     with pytest.raises(ValueError, match="model.safetensors is missing"):
