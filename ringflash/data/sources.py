@@ -79,5 +79,9 @@ def _expand(path: str, pattern: str) -> list[tuple[str, Path]]:
 
 
 def _folder(root: Path, pattern: str) -> list[tuple[str, Path]]:
-    named = ((file.relative_to(root).as_posix(), file) for file in root.glob(pattern))
+    try:
+        files = list(root.glob(pattern))
+    except (ValueError, NotImplementedError, IndexError) as error:
+        raise ValueError(f"data.pattern={pattern!r}: {error}; which files under a folder, e.g. '**/*.txt'") from error
+    named = ((file.relative_to(root).as_posix(), file) for file in files)
     return [(name, file) for name, file in named if file.is_file() and not any(p.startswith(".") for p in name.split("/"))]

@@ -162,6 +162,12 @@ def test_a_list_a_glob_and_a_folder_of_the_same_files_give_the_same_text(tmp_pat
     assert len(find_source(root, pattern="part1/*.txt").files) == 10
 
 
+@pytest.mark.parametrize("pattern", ["", "**x", "/abs/*"])
+def test_a_pattern_that_is_none_is_refused_by_its_key(tmp_path, pattern):
+    with pytest.raises(ValueError, match="data.pattern="):
+        find_source(folder(tmp_path / "text"), pattern=pattern)
+
+
 @pytest.mark.parametrize("make, error, words", [
     (lambda t: t / "nowhere.txt", FileNotFoundError, "nowhere.txt: no such file or folder"),
     (lambda t: t / "no*.txt", FileNotFoundError, r"no\*.txt: no file matches"),
