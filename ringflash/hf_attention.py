@@ -68,7 +68,17 @@ def attach(model: nn.Module, attention: Callable[..., Tensor], *, untested: bool
     model.config.use_cache = False
     model.set_attn_implementation(NAME)
     for module, slot in slots:
+        if not hasattr(module, _SLOT):
+            module.register_forward_pre_hook(_still_ours)
         setattr(module, _SLOT, slot)
+
+
+def _still_ours(module: nn.Module, args: tuple) -> None:
+    """Before the forward of an attention module of an enabled model."""
+    now = module.config._attn_implementation
+    if now != NAME:
+        raise ValueError(f"{getattr(module, _SLOT).name}: attn_implementation={now}: would see this rank's rows alone, and other documents; "
+                         f"nearest: {NAME}, or a model that was never enabled")
 
 
 def own_config(model: nn.Module) -> None:

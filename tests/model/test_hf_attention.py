@@ -176,6 +176,15 @@ def test_a_call_that_cannot_be_meant_is_refused_by_layer_and_option(change, told
     assert torch.isfinite(model(**given, attention_mask=torch.ones(1, 61)).loss)
 
 
+def test_a_model_that_was_given_another_attention_since_is_refused():
+    model = hf.enable(model_of(config_of("llama")))
+    inputs = hf.inputs(shard_batch(batch(), masks=hf.masks(model)))
+    model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="layers.0.self_attn: attn_implementation=eager: would see this rank's rows alone"):
+        model(**inputs)
+    assert torch.isfinite(hf.enable(model)(**inputs).loss)
+
+
 def test_a_mask_of_a_model_s_own_making_is_refused():
     from transformers import masking_utils
 
