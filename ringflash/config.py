@@ -303,6 +303,8 @@ def _run(cfg: Config) -> list[str]:
     problems += timeout_problems("parallel.timeout_s", cfg.parallel.timeout_s)
     if not r.name or any(c in r.name for c in "/\\\0 ") or r.name.startswith("."):
         problems.append(f"run.name={r.name!r}: becomes the name of a folder; letters, digits, -, _ and dots inside")
+    if r.dir == "":
+        problems.append("run.dir='': names no folder; nearest: null (a fresh one under run.root), or . for this one")
     if r.device == "cpu" and cfg.attention.exchange in ("nccl", "copy"):
         lacks = {"nccl": "NCCL", "copy": "copy engines"}[cfg.attention.exchange]
         problems.append(f"attention.exchange={cfg.attention.exchange}: run.device=cpu has no {lacks}; nearest: gloo or auto")

@@ -43,7 +43,7 @@ def eval_problems(cfg) -> list[str]:
                               ("eval.passkey.labels", p.labels, LABELS), ("train.on_nonfinite", t.on_nonfinite, ON_NONFINITE)):
         if value not in valid:
             problems.append(f"{key}={value}: valid: {', '.join(valid)}")
-    if any(length < 2 for length in p.lengths):
+    if any(not isinstance(length, int) or length < 2 for length in p.lengths):
         problems.append(f"eval.passkey.lengths={list(p.lengths)}: each is a number of tokens, at least 2")
     if any(length < 2 for length in p.packed):
         problems.append(f"eval.passkey.packed={list(p.packed)}: each is a number of tokens, at least 2")

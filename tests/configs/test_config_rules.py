@@ -88,6 +88,7 @@ RULES = [
     (dict(parallel__ulysses=4, parallel__dp=4), 8, "parallel.ulysses=4: must divide the 2 ranks of a sequence (parallel.cp)"),
     (dict(parallel__ulysses=0), 8, "parallel.ulysses=0: must divide the 8 ranks"),
     (dict(parallel__nproc=0), 8, "parallel.nproc=0: workers of a plain start, at least 1"),
+    (dict(run__dir=""), 1, "run.dir='': names no folder; nearest: null"),
     (dict(parallel__timeout_s=1e30), 1, "parallel.timeout_s=1e+30: must be at most 10000000; nearest: 10000000"),
     (dict(checkpoint__timeout_s=1e30), 1, "checkpoint.timeout_s=1e+30: must be at most 10000000"),
     (dict(train__profile=1, train__profile_ranks=[]), 1, "train.profile=1: train.profile_ranks=[] names no rank"),
