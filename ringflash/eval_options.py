@@ -86,7 +86,7 @@ def _showing(t) -> list[str]:
 def profile_problems(ranks: list[int], world_size: int) -> list[str]:
     """Of train.profile_ranks."""
     wrong = [rank for rank in ranks if not 0 <= rank < world_size]
-    if not wrong:
+    if not wrong or world_size < 1:
         return []
     return [f"train.profile_ranks={list(ranks)}: this run has ranks 0 to {world_size - 1}; nearest: "
             f"{sorted({min(max(rank, 0), world_size - 1) for rank in ranks})}"]

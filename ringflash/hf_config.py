@@ -81,7 +81,7 @@ def check_config(config: Any, *, untested: bool = False) -> None:
     kind = config.model_type
     if kind not in KNOWN and not untested:
         raise ValueError(f"model_type={kind}: not among those that were compared with transformers' own attention "
-                         f"({', '.join(KNOWN)}); untested=True takes it all the same")
+                         f"({', '.join(KNOWN)}); ringflash.hf.enable(..., untested=True) takes it all the same")
     if config.get_text_config() is not config:
         raise ValueError(f"model_type={kind}: a model of several parts; nearest: its text model alone")
     for key, valid in _MUST_BE.items():

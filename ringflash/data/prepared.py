@@ -128,6 +128,9 @@ class _Documents:
                 continue
             for text in self._texts(path):
                 if left is not None and len(text) > left:
+                    if left == self.reading.max_bytes:
+                        raise ValueError(f"data.max_bytes={left}: the first document, in {path}, has {len(text)} bytes, and documents "
+                                         f"of this kind are read whole; nearest: {len(text)}, or null")
                     return
                 left = None if left is None else left - len(text)
                 if text:

@@ -156,3 +156,9 @@ def test_any_length_is_valid_on_any_ring():
 def test_configuration_needs_neither_torch_nor_hydra():
     code = "import sys, ringflash.config; assert not {'torch', 'numpy', 'hydra', 'omegaconf'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=__file__.rsplit("/tests/", 1)[0]).returncode == 0
+
+
+def test_no_ranks_at_all_is_one_problem():
+    with pytest.raises(ValueError) as refused:
+        validate(changed(parallel__nproc=0), 0)
+    assert str(refused.value).splitlines() == ["parallel.nproc=0: workers of a plain start, at least 1 (or null: one per GPU)"]

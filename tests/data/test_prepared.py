@@ -138,6 +138,11 @@ def test_a_few_long_documents_hold_out_their_ends_which_begin_as_documents_do(tm
     assert all(d[0] == DOCUMENT_START and d.count(DOCUMENT_START) == 1 for d in documents(corpus))
 
 
+def test_a_first_document_that_max_bytes_leaves_out_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"data\.max_bytes=50: the first document, in .*a\.jsonl, has 100 bytes.*nearest: 100"):
+        made(jsonl(tmp_path / "a.jsonl", ["x" * 100] * 9), tmp_path / "out", max_bytes=50)
+
+
 def test_max_bytes_reads_no_more(tmp_path):
     corpus = made(jsonl(tmp_path / "a.jsonl", ["x" * 100] * 9), tmp_path / "out", max_bytes=350).corpus
     assert sum(d.count(ord("x")) for d in documents(corpus)) == 300
