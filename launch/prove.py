@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,7 +29,8 @@ _PATIENCE_S = 10.0  # from SIGTERM to SIGKILL
 
 @dataclass(frozen=True)
 class Part:
-    """One command, with what it may take at most. argv: without the interpreter; {out} is the folder."""
+    """One command, with what it may take at most. argv: without the interpreter, unless it begins with another program's path;
+    {out} is the folder."""
 
     name: str
     limit_s: float
@@ -37,6 +39,8 @@ class Part:
 
     @property
     def command(self) -> str:
+        if self.argv[0].startswith("/"):
+            return " ".join(self.argv)
         first = f"launch/{self.argv[0]}" if self.argv[0].endswith(".py") else self.argv[0]
         return " ".join(["python", first, *self.argv[1:]])
 
@@ -81,12 +85,21 @@ def gpu_parts(gpus: int, has_hopper: bool) -> list[Part]:
         part("memory", 120, f"check.py --memory --kernels {best}", alone=True),
         part("demo", 240, "demo.py train.steps=12 optim.warmup_steps=2 train.eval_every=0 data.max_bytes=3000000", alone=True),
     ]
+    sanitizer = find_sanitizer()
+    if sanitizer and has_hopper:
+        beside.append(Part("memcheck", 120, (sanitizer, "--tool", "memcheck", sys.executable, str(LAUNCH / "sanitize.py"))))
     if gpus > 1:
         alone += [
             pytest_part("tests-copy", 300, "tests/gpu/test_copy_gpu.py", alone=True),
             part("multi", 600, "bench.py multi --json {out}/multi.json --png {out}/multi", alone=True),
         ]
     return beside + alone
+
+
+def find_sanitizer() -> str | None:
+    """compute-sanitizer of the PATH, or of a CUDA that is installed beside it."""
+    beside = sorted(Path("/usr/local").glob("cuda*/bin/compute-sanitizer"))
+    return shutil.which("compute-sanitizer") or (str(beside[-1]) if beside else None)
 
 
 def cpu_parts() -> list[Part]:
@@ -151,9 +164,10 @@ def _start(part: Part, folder: Path) -> Running:
     argv = [word.replace("{out}", str(folder)) for word in part.argv]
     if argv[0].endswith(".py"):
         argv[0] = str(LAUNCH / argv[0])
+    if not part.argv[0].startswith("/"):
+        argv = [sys.executable, "-u", *argv]
     with open(folder / f"{part.name}.log", "wb") as log:
-        process = subprocess.Popen([sys.executable, "-u", *argv], cwd=LAUNCH.parent, stdout=log, stderr=subprocess.STDOUT,
-                                   start_new_session=True)
+        process = subprocess.Popen(argv, cwd=LAUNCH.parent, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
     return Running(part, process, time.monotonic())
 
 

@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from ringflash.launch import prove
 from ringflash.launch.prove import Part, cpu_parts, gpu_parts, run
@@ -68,3 +69,18 @@ def test_options_of_the_parts_are_those_of_check_and_bench():
         program = {"check.py": check, "bench.py": bench}.get(part.argv[0])
         if program is not None:
             program.parser().parse_args([word.replace("{out}", "out") for word in part.argv[1:]])
+
+
+def test_what_a_sanitizer_watches_is_right_in_every_step(capsys):
+    from ringflash.launch import sanitize
+
+    assert sanitize.main(["--device", "cpu", "--kernel", "cpu", "--head-dims", "64"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2 * len(sanitize.SHAPES) + 1
+    assert sanitize.relative(torch.tensor([1.0, float("nan")]), torch.tensor([1.0, 2.0])) == float("inf")
+
+
+def test_a_kernel_that_cannot_run_here_is_refused_in_a_line(capsys):
+    from ringflash.launch import sanitize
+
+    assert sanitize.main(["--device", "cpu", "--kernel", "hopper"]) == 2
+    assert "hopper" in capsys.readouterr().err

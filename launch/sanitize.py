@@ -1,0 +1,100 @@
+"""Kernels at small shapes, every kind of step once, to be watched by a sanitizer; also judged against `reference`.
+
+    compute-sanitizer --tool memcheck python launch/sanitize.py                 # the hopper kernels (needs such a GPU)
+    compute-sanitizer --tool memcheck python launch/sanitize.py --kernel triton
+    python launch/sanitize.py --device cpu --kernel cpu                         # the script itself
+
+One visit and two (the second folds), forward and backward, causal, window, full with softcap, rows that see nothing; heads of
+64, 128 and 256; bf16 and fp16; deterministic and not. racecheck reports writes of the scheduler's record and of Triton's own word
+of warp specialisation: it does not follow the barriers between them (README, Limits).
+"""
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if __name__ == "__main__" and not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+from torch import Tensor
+
+from ringflash.kernels import dispatch, reference
+from ringflash.kernels.intervals import Intervals
+from ringflash.tests.support.triton_cases import BOUNDS
+
+ALLOWED = 3e-2  # of the largest element: a smoke test, the budgets are check.py's
+# rows, keys, query heads, kv heads, bounds, visits, softcap, deterministic
+SHAPES = (
+    (300, 300, 2, 1, "causal", 1, 0.0, False),
+    (300, 300, 2, 1, "causal", 2, 0.0, True),
+    (200, 333, 2, 2, "window", 2, 0.0, False),
+    (129, 257, 2, 1, "full", 2, 20.0, False),
+    (260, 131, 2, 1, "gaps", 1, 0.0, False),
+)
+
+
+def both_passes(backend, device: torch.device, tensors: Sequence[Tensor], bounds: tuple[Tensor, Tensor], visits: int,
+                softcap: float, deterministic: bool) -> list[Tensor]:
+    """(out, lse, dq, dk, dv) in fp64 on the CPU, of q, k, v, dout [1, rows, heads, D] in `visits` blocks of keys."""
+    q, k, v, dout = (x.to(device) for x in tensors)
+    options = {"softmax_scale": q.shape[3] ** -0.5, "softcap": softcap}
+    state, dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=device) for x in (q, q, k, v))
+    lse = torch.zeros(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=device)
+    out = torch.zeros_like(q)
+    cuts = [i * k.shape[1] // visits for i in range(visits + 1)]
+    blocks = []
+    for start, stop in zip(cuts, cuts[1:]):
+        rows = ((bound - start).clamp(0, stop - start).to(torch.int32) for bound in bounds)
+        blocks.append((slice(start, stop), Intervals.from_rows(*rows, stop - start, device)))
+    for i, (keys, intervals) in enumerate(blocks):
+        backend.forward(q, k[:, keys].contiguous(), v[:, keys].contiguous(), intervals, **options, lse=lse,
+                        state=None if visits == 1 else state, out=out if i == visits - 1 else None, first=i == 0)
+    delta = backend.delta(dout, out)
+    for i, (keys, intervals) in enumerate(blocks):
+        backend.backward(dout, q, k[:, keys].contiguous(), v[:, keys].contiguous(), lse, delta, intervals, **options, dq=dq,
+                         dk=dk[:, keys], dv=dv[:, keys], accumulate_dq=i > 0, accumulate_dkv=False, deterministic=deterministic)
+    return [x.cpu().double() for x in (out, lse, dq, dk, dv)]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 when every result is near the reference's, else 1; 2 where the kernel cannot run. The sanitizer has an exit code of its
+    own."""
+    options = argparse.ArgumentParser("sanitize.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--kernel", default="hopper")
+    options.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    options.add_argument("--head-dims", default="64,128,256")
+    options = options.parse_args(argv)
+    generator, worst = torch.Generator().manual_seed(0), 0.0
+    for head_dim in map(int, options.head_dims.split(",")):
+        for dtype in (torch.bfloat16, torch.float16):
+            try:
+                backend = dispatch.select(options.kernel, device=torch.device(options.device), dtype=dtype, head_dim=head_dim)
+            except (ValueError, RuntimeError) as error:
+                print(f"sanitize: {error}", file=sys.stderr)
+                return 2
+            for rows, keys, heads, kv_heads, bounds, visits, softcap, deterministic in SHAPES:
+                sizes = ((rows, heads), (keys, kv_heads), (keys, kv_heads), (rows, heads))
+                tensors = [torch.randn(1, n, h, head_dim, generator=generator).to(dtype) for n, h in sizes]
+                how = BOUNDS[bounds](rows, keys), visits, softcap, deterministic
+                found = both_passes(backend, torch.device(options.device), tensors, *how)
+                exact = both_passes(reference, torch.device("cpu"), [x.float() for x in tensors], *how)
+                error = max(relative(a, b) for a, b in zip(found, exact))
+                worst = max(worst, error)
+                print(f"D={head_dim} {str(dtype)[6:]} {rows}x{keys} {heads}/{kv_heads} {bounds}, {visits} visits, "
+                      f"softcap {softcap}: {error:.1e}", flush=True)
+    print(f"sanitize: {options.kernel}, largest error {worst:.1e} of the largest element, allowed {ALLOWED:.0e}")
+    return 0 if worst < ALLOWED else 1
+
+
+def relative(found: Tensor, exact: Tensor) -> float:
+    live = exact.isfinite()
+    if not torch.equal(found.isfinite(), live):
+        return float("inf")
+    return float((found[live] - exact[live]).abs().max() / exact[live].abs().max().clamp(min=1e-9)) if live.any() else 0.0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
