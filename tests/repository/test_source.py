@@ -98,6 +98,12 @@ def test_kernels_folder_is_no_package_that_could_shadow_another_distribution():
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
+def test_every_folder_of_the_package_is_one_so_that_no_file_beside_it_can_stand_in_for_it():
+    """The checkout is part of the package's path: a user's ring.py in it would be ringflash.ring if that were a bare folder."""
+    for folder in {path.parent for path in CODE if path.relative_to(ROOT).parts[0] == "ringflash"}:
+        assert (folder / "__init__.py").exists(), folder
+
+
 def test_every_note_that_code_points_at_is_written_in_design_md():
     written = set(re.findall(r"^#+ Note \[([^\]\n]+)\]", (ROOT / "DESIGN.md").read_text(), flags=re.M))
     pointed = {note for path in CODE if path != Path(__file__) for note in NOTE.findall(path.read_text())}
