@@ -10,6 +10,20 @@ from torch import Tensor
 CHUNK_BYTES = 64 << 20  # a power of two, to which torch's pinned allocator rounds up anyway
 
 
+class SideStreams:
+    """One stream per device, made when it is first asked for; None for a device that has none."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def of(self, device: torch.device) -> torch.cuda.Stream | None:
+        if device.type != "cuda":
+            return None
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
+
+
 class HostStore:
     """put(tensors) -> Handle; handle.take() gives them back, once, in the opposite order of putting (any order is right).
 
@@ -26,7 +40,7 @@ class HostStore:
         self.free: list[Tensor] = []
         self.num_chunks = 0
         self._last: Handle | None = None
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._streams = SideStreams()
 
     @property
     def host_bytes(self) -> int:
@@ -46,11 +60,7 @@ class HostStore:
 
     def stream(self, device: torch.device) -> torch.cuda.Stream | None:
         """The one on which all copies of a device run, so that a chunk's next use comes after its last."""
-        if device.type != "cuda":
-            return None
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        return self._streams[device]
+        return self._streams.of(device)
 
     def chunk(self, pinned: bool) -> Tensor:
         if self.free:

@@ -136,10 +136,12 @@ def oldest_wait() -> tuple[Position, float] | None:
 
 
 def describe() -> str:
-    """The ring's position in words."""
+    """The ring's position in words; of a wait outside the ring also where the ring stood before."""
     stuck = oldest_wait()
     if stuck is not None:
-        return f"waiting for {stuck[1]:.1f} s at {stuck[0].describe()}"
+        before = _record.last if stuck[0].pass_ == "collective" else None
+        ring = "" if before is None else f"; the ring's last complete batch was {before.describe()}"
+        return f"waiting for {stuck[1]:.1f} s at {stuck[0].describe()}{ring}"
     if _record.last is not None:
         return f"no ring step is being waited for; the last complete one was {_record.last.describe()}"
     return "no ring step has run in this process"

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from ringflash.model.host_store import SideStreams
+
 BUCKET_ELEMENTS = 32 << 20  # of each moment: 256 MiB of both, three times on the device
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -45,7 +47,7 @@ class OffloadedAdamW(torch.optim.AdamW):
     def __init__(self, groups: Iterable[Any], *, bucket_elements: int = BUCKET_ELEMENTS, **options: Any):
         super().__init__(groups, **options)
         self.bucket_elements = bucket_elements
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._streams = SideStreams()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.dtype != torch.float32 or not _local(parameter).is_contiguous():
@@ -60,7 +62,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         if not waiting:
             return
         device = waiting[0].parameters[0].device
-        stream = self._stream(device)
+        stream = self._streams.of(device)
         compute = None if stream is None else torch.cuda.current_stream(device)
         # A bucket computes while the next one comes and the last one goes. What a buffer held has left on the stream on which its
         # next moments come.
@@ -136,13 +138,6 @@ class OffloadedAdamW(torch.optim.AdamW):
         beta1, beta2 = group["betas"]
         adamw(bucket.parameters, bucket.gradients, *moments, [], bucket.steps, foreach=group["foreach"], amsgrad=False,
               beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False)
-
-    def _stream(self, device: torch.device) -> torch.cuda.Stream | None:
-        if device.type != "cuda":
-            return None
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        return self._streams[device]
 
 
 def _local(x: Tensor) -> Tensor:

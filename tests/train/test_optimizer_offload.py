@@ -105,7 +105,7 @@ def test_on_a_gpu_every_bucket_waits_for_its_moments_and_the_host_for_the_last(m
     plain, moved = parameters(), parameters()
     optimizers = build(plain, False), build(moved, True)
     optimizers[1].bucket_elements = 50
-    optimizers[1]._stream = lambda device: side
+    optimizers[1]._streams.of = lambda device: side
     for seed in range(3):
         log.clear()
         step(optimizers[0], plain, seed)
