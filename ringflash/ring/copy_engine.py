@@ -63,12 +63,13 @@ class CopyExchange:
         position = watchdog.Position(self._pass, self._call, step, describe_rank(self._group, self._domain.rank), hops)
         booking = self._arena.ledger.book([m for m, _ in near_sends], [m for m, _ in near_recvs])
         try:
-            pushed = self._queue(booking, dict(near_sends))
+            done = self._queue(booking, dict(near_sends))
         except RuntimeError as error:
             raise failure(position, hops, error) from error
-        return _CopyPending(self, position, booking.arrivals, pushed, across)
+        return _CopyPending(position, self._domain.device, done, across)
 
     def _queue(self, booking: Booking, tensors: Mapping[Message, Tensor]) -> torch.cuda.Event:
+        """Queues a step's batch on the copy stream; returns what stands behind all of it: sent, and arrived."""
         domain, arena, cuda = self._domain, self._arena, driver()
         current = torch.cuda.current_stream(domain.device)
         if domain.reader is not None and domain.reader != current:
@@ -85,31 +86,22 @@ class CopyExchange:
                 target = arena.address(push.peer, self._offsets[self._landing.slot_of[message]])
                 cuda.copy(lane, target, source.data_ptr(), source.numel() * source.element_size())
             cuda.write(lane, arena.address(push.peer, arrived_offset(domain.rank)), push.value)
-        pushed = torch.cuda.Event()
-        pushed.record(domain.stream)
-        return pushed
-
-    def await_arrivals(self, position: watchdog.Position, arrivals: Sequence[tuple[int, int]], pushed: torch.cuda.Event) -> None:
-        """Orders the current stream behind what was received, and behind what was sent; the host goes on."""
-        domain, cuda = self._domain, driver()
-        current = torch.cuda.current_stream(domain.device)
-        try:
-            for peer, value in arrivals:
-                cuda.wait_at_least(current.cuda_stream, self._arena.address(domain.rank, arrived_offset(peer)), value)
-        except RuntimeError as error:
-            raise failure(position, position.hops, error) from error
-        current.wait_event(pushed)
-        # A wait on a stream has no timeout of its own: the watchdog sees that the event behind it does not come.
-        watchdog.passed(position, domain.device)
+        # Here and not on the kernels' stream, where every operation between two kernels is time that nothing hides.
+        for peer, value in booking.arrivals:
+            cuda.wait_at_least(lane, arena.address(domain.rank, arrived_offset(peer)), value)
+        done = torch.cuda.Event()
+        done.record(domain.stream)
+        return done
 
 
 class _CopyPending:
-    def __init__(self, exchange: CopyExchange, position: watchdog.Position, arrivals: Sequence[tuple[int, int]],
-                 pushed: torch.cuda.Event, across: Pending | None):
-        self._exchange, self._position, self._arrivals, self._pushed = exchange, position, arrivals, pushed
-        self._across = across
+    def __init__(self, position: watchdog.Position, device: torch.device, done: torch.cuda.Event, across: Pending | None):
+        self._position, self._device, self._done, self._across = position, device, done, across
 
     def wait(self) -> None:
-        self._exchange.await_arrivals(self._position, self._arrivals, self._pushed)
+        """Orders the current stream behind what was received, and behind what was sent; the host goes on."""
+        torch.cuda.current_stream(self._device).wait_event(self._done)
+        # A wait on a stream has no timeout of its own: the watchdog sees that the event does not come.
+        watchdog.passed(self._position, self._device, self._done)
         if self._across is not None:
             self._across.wait()

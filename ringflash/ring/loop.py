@@ -145,8 +145,9 @@ def backward(
                     QueryWire(q, dout, lse) if rotates_q else HeadWire(keys), exchange)
     grads = Gradients(plan, rank, home, HeadWire(home), exchange)
     deferred = deferred_rows(plan, rank)
-    for x in home if deferred else ():
-        x[:, slice(*deferred)].zero_()                      # gradients may come home before this rank's own are written
+    holds = deferred is not None and comes_home_early(plan, rank)   # something in those rows before this rank's own gradients
+    for x in home if holds else ():
+        x[:, slice(*deferred)].zero_()
     first = True
     for step in range(plan.num_backward_steps):
         pending = _post(
@@ -157,6 +158,8 @@ def backward(
             arrived, (target, add) = blocks.of(visit), grads.target(visit)
             if rows is not None:
                 arrived, target = (tuple(x[:, slice(*rows)] for x in tensors) for tensors in (arrived, target))
+            if rows is not None and rows == deferred:
+                add, holds = holds, True
             if rotates_q:
                 queries, written, add_dq, add_dkv = arrived, (*target, *stay), add, not first
             else:
@@ -186,6 +189,11 @@ def deferred_rows(plan: Plan, rank: int) -> tuple[int, int] | None:
     if not plan.sends(rank, last, "backward") and not plan.recvs(rank, last, "backward"):
         return None
     return rows // 2, rows
+
+
+def comes_home_early(plan: Plan, rank: int) -> bool:
+    """Whether gradients come home to `rank` before the last step of the backward."""
+    return any(m.is_home for step in range(plan.num_backward_steps - 1) for m in plan.recvs(rank, step, "backward"))
 
 
 def _backward_work(plan: Plan, rank: int, step: int) -> Iterator[tuple[Visit, tuple[int, int] | None]]:

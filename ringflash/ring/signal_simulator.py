@@ -1,8 +1,8 @@
 """Runs a plan's copies and signals in random order, and finds blocks that are overwritten, stale or torn, and deadlocks.
 
-Each rank has two queues, as it has two CUDA streams: its kernels with the waits for what arrived, and its copies. Queues of all
-ranks advance in any order, and a copy or a kernel takes time: others run between its begin and its end. merged=True gives each
-rank a single queue in the order of submission, which is what happens when streams share a hardware channel. No torch, no GPU.
+Each rank has two queues, as it has two CUDA streams: its kernels, and its copies with the signals. Queues of all ranks advance in
+any order, and a copy or a kernel takes time: others run between its begin and its end. merged=True gives each rank a single queue
+in the order of submission, which is what happens when streams share a hardware channel. No torch, no GPU.
 """
 from __future__ import annotations
 
@@ -80,15 +80,15 @@ class _Rank:
                     yield "copies", ("push", (call, message), landing.slot_of[message], source and (call, source),
                                      source and landing.slot_of[source], self._num_reads(message, pass_))
                 yield "copies", ("signal", push.peer, "arrived", push.value)
-            yield "copies", ("mark", ("pushed", *at))
+            for peer, value in booking.arrivals:
+                if self._without != "arrived":
+                    yield "copies", ("await", "arrived", peer, value)
+            yield "copies", ("mark", ("done", *at))
         for message in here:
             if not message.is_gradient:
                 yield "kernels", ("read", (call, message), landing.slot_of[message])
         if sends or recvs:
-            for peer, value in booking.arrivals:
-                if self._without != "arrived":
-                    yield "kernels", ("await", "arrived", peer, value)
-            yield "kernels", ("after", ("pushed", *at))
+            yield "kernels", ("after", ("done", *at))
         for message in recvs:
             if message.is_gradient:
                 yield "kernels", ("read", (call, message), landing.slot_of[message])

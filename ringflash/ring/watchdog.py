@@ -102,15 +102,17 @@ def waiting(position: Position) -> Iterator[None]:
             _record.waiting = None
 
 
-def passed(position: Position, device: torch.device) -> None:
-    """The wait returned: complete on a CPU; on CUDA only queued, so an event stands for it (while someone watches)."""
+def passed(position: Position, device: torch.device, event: torch.cuda.Event | None = None) -> None:
+    """The wait returned: complete on a CPU; on CUDA only queued, so an event stands for it (while someone watches): that given,
+    or one recorded here."""
     if device.type != "cuda":
         _record.last = position
         return
     if _watching is None or torch.cuda.is_current_stream_capturing():
         return
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
+    if event is None:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
     with _record.lock:
         if not _record.queued:
             _record.moved = time.monotonic()

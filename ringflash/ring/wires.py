@@ -20,6 +20,7 @@ from ringflash.ring.buffers import Rows
 from ringflash.ring.rotate import query_sections
 
 Tensors = tuple[Tensor, ...]
+_WORD_BYTES = 8
 
 
 class Wire(Protocol):
@@ -51,7 +52,7 @@ class HeadWire:
         for start, stop in rows:
             targets = out[offset:offset + stop - start].split(self._widths, dim=3)
             for target, x in zip(targets, tensors):
-                target.copy_(x[:, start:stop].transpose(0, 1))
+                copy_bits(target, x[:, start:stop].transpose(0, 1))
             offset += stop - start
         return out
 
@@ -92,7 +93,7 @@ class QueryWire:
             parts = (q[:, start:stop].transpose(0, 1), dout[:, start:stop].transpose(0, 1),
                      lse[:, :, start:stop].permute(2, 0, 1), delta[:, :, start:stop].permute(2, 0, 1))
             for view, part in zip(views, parts):
-                view[offset:offset + stop - start].copy_(part)
+                copy_bits(view[offset:offset + stop - start], part)
             offset += stop - start
         return out
 
@@ -102,3 +103,19 @@ class QueryWire:
         return q.transpose(0, 1), dout.transpose(0, 1), *(x.permute(1, 2, 0).contiguous() for x in (lse, delta))
 
 
+def copy_bits(target: Tensor, source: Tensor) -> None:
+    """target[:] = source, of one shape and dtype: eight bytes at a time where both allow it, as torch copies strided tensors
+    element by element."""
+    words = [_as_words(x) for x in (target, source)]
+    if all(x is not None for x in words):
+        target, source = words
+    target.copy_(source)
+
+
+def _as_words(x: Tensor) -> Tensor | None:
+    """x [..., n] as int64 [..., n * itemsize / 8], a view; None where its rows do not consist of aligned words."""
+    per_word = _WORD_BYTES // x.element_size()
+    odd = (x.shape[-1], x.storage_offset(), *x.stride()[:-1])
+    if x.stride(-1) != 1 or x.data_ptr() % _WORD_BYTES or any(n % per_word for n in odd):
+        return None
+    return x.view(torch.int64)

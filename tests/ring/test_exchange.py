@@ -9,7 +9,7 @@ from ringflash import Layout, ring_attention
 from ringflash.mesh import ranks_of
 from ringflash.ring.buffers import Block, BufferPool, locate
 from ringflash.ring.exchange import DistributedExchange, check_carrier, check_exchange, group_backends
-from ringflash.ring.wires import HeadWire
+from ringflash.ring.wires import HeadWire, copy_bits
 from ringflash.tests.support.ring_cases import differing, make_inputs, run
 
 
@@ -51,6 +51,19 @@ def test_packed_blocks_split_into_what_was_packed_and_add_by_rows():
     total.add(block)
     total.add(block)
     assert torch.equal(total.data[[1, 4, 5]], 2 * block.data) and not total.data[[0, 2, 3]].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.uint8])
+@pytest.mark.parametrize(("width", "start"), [(8, 0), (8, 8), (8, 4), (8, 1), (5, 0), (3, 1), (16, 2)])
+def test_rows_are_copied_to_the_bit_whether_they_consist_of_whole_words_or_not(dtype, width, start):
+    bits = torch.randint(0, 256, (3, 4, 24 * dtype.itemsize), dtype=torch.uint8)        # NaNs and infinities among them
+    target = torch.zeros_like(bits).view(dtype)[..., 24 - width:]
+    source = bits.view(dtype).transpose(0, 1).contiguous().transpose(0, 1)[..., start:start + width]
+    copy_bits(target, source)
+    assert torch.equal(target.contiguous().view(torch.uint8), source.contiguous().view(torch.uint8))
+    across = source.transpose(1, 2)                         # its last dimension is not the one that lies together
+    copy_bits(target.transpose(1, 2).zero_(), across)
+    assert torch.equal(target.contiguous().view(torch.uint8), source.contiguous().view(torch.uint8))
 
 
 def test_a_slot_is_one_buffer_of_the_size_that_was_reserved():

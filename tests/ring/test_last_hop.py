@@ -79,13 +79,24 @@ def test_a_single_row_and_a_rotating_query_side_are_not_divided():
     assert loop.deferred_rows(rotated, 0) is None
 
 
-def test_gradients_that_come_home_before_the_own_ones_are_written_are_kept():
-    """Four ranks, full mask: homes arrive in every late step, the own later keys are added after all but the last of them."""
-    inputs, layout = make_inputs(24), Layout("contiguous", 24, 4)
+@pytest.mark.parametrize(("mask", "kind", "cp_size", "early"), [
+    (Mask(), "zigzag", 2, False), (Mask(causal=False), "contiguous", 4, True), (Mask(cu_seqlens=[0, 5, 11, 24]), "zigzag", 3, None),
+    (Mask(first_tokens=2, window_size=(5, 0)), "zigzag", 2, None)], ids=str)
+def test_gradients_that_come_home_before_the_own_ones_are_written_are_kept(mask, kind, cp_size, early, monkeypatch):
+    """Fresh memory holds NaN here: what nobody wrote may not be added to. Four ranks, full mask: homes arrive in every late step,
+    the own later keys are added after all but the last of them."""
+    def poisoned(*arguments, _empty=torch.empty, **options):
+        x = _empty(*arguments, **options)
+        return x.fill_(torch.nan) if x.is_floating_point() else x
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    inputs, layout = make_inputs(24), Layout(kind, 24, cp_size)
     backend = dispatch.select("reference", device="cpu", dtype=torch.float32, head_dim=inputs.q.shape[3])
+    plan = build_plan(mask, layout)
+    assert early is None or all(loop.comes_home_early(plan, rank) == early for rank in range(cp_size))
     found = []
     for one in (layout, Layout("contiguous", 24, 1)):
-        ring = SimulatedRing(build_plan(Mask(causal=False), one), one, one, backend, 0.3, deterministic=True)
+        ring = SimulatedRing(build_plan(mask, one), one, one, backend, 0.3, deterministic=True)
         out, lse = ring.forward(inputs.q, inputs.k, inputs.v)
         found.append(ring.backward(inputs.dout, None, inputs.q, inputs.k, inputs.v, out, lse))
     for ours, alone in zip(*found):
