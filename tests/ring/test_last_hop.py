@@ -80,11 +80,10 @@ def test_a_single_row_and_a_rotating_query_side_are_not_divided():
 
 
 @pytest.mark.parametrize(("mask", "kind", "cp_size", "early"), [
-    (Mask(), "zigzag", 2, False), (Mask(causal=False), "contiguous", 4, True), (Mask(cu_seqlens=[0, 5, 11, 24]), "zigzag", 3, None),
+    (Mask(), "zigzag", 2, False), (Mask(), "zigzag", 4, True), (Mask(causal=False), "contiguous", 4, False), (Mask(cu_seqlens=[0, 5, 11, 24]), "zigzag", 3, None),
     (Mask(first_tokens=2, window_size=(5, 0)), "zigzag", 2, None)], ids=str)
 def test_gradients_that_come_home_before_the_own_ones_are_written_are_kept(mask, kind, cp_size, early, monkeypatch):
-    """Fresh memory holds NaN here: what nobody wrote may not be added to. Four ranks, full mask: homes arrive in every late step,
-    the own later keys are added after all but the last of them."""
+    """Fresh memory holds NaN here: what nobody wrote may not be added to. early: gradients come home before the last step."""
     def poisoned(*arguments, _empty=torch.empty, **options):
         x = _empty(*arguments, **options)
         return x.fill_(torch.nan) if x.is_floating_point() else x
@@ -93,7 +92,7 @@ def test_gradients_that_come_home_before_the_own_ones_are_written_are_kept(mask,
     inputs, layout = make_inputs(24), Layout(kind, 24, cp_size)
     backend = dispatch.select("reference", device="cpu", dtype=torch.float32, head_dim=inputs.q.shape[3])
     plan = build_plan(mask, layout)
-    assert early is None or all(loop.comes_home_early(plan, rank) == early for rank in range(cp_size))
+    assert early is None or any(loop.comes_home_early(plan, rank) for rank in range(cp_size)) == early
     found = []
     for one in (layout, Layout("contiguous", 24, 1)):
         ring = SimulatedRing(build_plan(mask, one), one, one, backend, 0.3, deterministic=True)
