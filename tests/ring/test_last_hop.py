@@ -80,7 +80,8 @@ def test_a_single_row_and_a_rotating_query_side_are_not_divided():
 
 
 @pytest.mark.parametrize(("mask", "kind", "cp_size", "early"), [
-    (Mask(), "zigzag", 2, False), (Mask(), "zigzag", 4, True), (Mask(causal=False), "contiguous", 4, False), (Mask(cu_seqlens=[0, 5, 11, 24]), "zigzag", 3, None),
+    (Mask(), "zigzag", 2, False), (Mask(), "zigzag", 4, True), (Mask(causal=False), "contiguous", 4, False),
+    (Mask(cu_seqlens=[0, 5, 11, 24]), "zigzag", 3, None),
     (Mask(first_tokens=2, window_size=(5, 0)), "zigzag", 2, None)], ids=str)
 def test_gradients_that_come_home_before_the_own_ones_are_written_are_kept(mask, kind, cp_size, early, monkeypatch):
     """Fresh memory holds NaN here: what nobody wrote may not be added to. early: gradients come home before the last step."""
