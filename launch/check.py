@@ -7,6 +7,7 @@
     python launch/check.py --interpreter            the Triton kernels without a GPU, on a pairwise-covering subset
     python launch/check.py --train --processes 2    one SGD step of a small model on one rank against a ring
     python launch/check.py --train --run DIR        ... of the model that the run in DIR trained
+    python launch/check.py --train --config experiment=one_gpu data.seq_len=16384       ... of what launch/train.py would train
     python launch/check.py --planted all            planted defects must be caught
     python launch/check.py --growth --bitwise 30 --memory       claims about scale; --memory needs a GPU
 
@@ -85,6 +86,7 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--exchange", default="auto", choices=EXCHANGES, help="with --processes: what carries the messages")
     how.add_argument("--timeout", type=duration, default=900.0, metavar="S", help="of a ring of processes, all its cells together")
     how.add_argument("--run", default=None, metavar="DIR", help="with --train: folder of a finished run")
+    how.add_argument("--config", nargs="+", default=(), metavar="OVERRIDE", help="with --train: a model, data and length as of ringflash train")
     how.add_argument("--json", default=None, metavar="PATH")
     return top
 
@@ -226,7 +228,7 @@ def run_sections(options: argparse.Namespace, say: Callable[[str], None]) -> dic
         from ringflash.launch.check_train import check_train
 
         found["train"] = check_train(num_processes=options.processes or 2, device_type=options.device, run=options.run,
-                                     timeout_s=options.timeout, say=say)
+                                     overrides=options.config, timeout_s=options.timeout, say=say)
     return found
 
 
@@ -254,6 +256,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     if options.run is not None and not options.train:
         top.error(f"--run={options.run}: only --train takes a run")
+    if options.config and (not options.train or options.run is not None):
+        top.error(f"--config {' '.join(options.config)}: only --train takes it, and instead of --run")
     if options.delays and options.processes is None:
         top.error("--delays: only a ring of --processes can be delayed")
     if options.exchange != "auto" and options.processes is None:

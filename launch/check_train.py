@@ -42,6 +42,22 @@ def run_config(folder: str | Path) -> tuple[Config, Mapping[str, torch.Tensor] |
     return cfg, torch.load(weights, map_location="cpu") if weights.is_file() else None
 
 
+def overridden_config(words: Sequence[str]) -> Config:
+    """Of overrides of launch/train.py; parallel.* is set by the check. ValueError for what cannot be."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from ringflash.launch.train import check_overrides, compose, misspelt, register_schema, to_config
+
+    register_schema()
+    try:
+        check_overrides(list(words))
+        return to_config(compose(list(words)))
+    except (HydraException, OmegaConfBaseException) as error:
+        said = "; ".join(misspelt(list(words))) or " ".join(str(error).split("Config search path")[0].split())
+        raise ValueError(f"--config: {said}") from error
+
+
 def train_ranks(rank: Rank, configs: Sequence[Config], weights: Mapping[str, torch.Tensor] | None) -> list[dict]:
     """The work of one rank; all return the same reports, as plain values."""
     group, reports = torch.distributed.group.WORLD, []
@@ -51,7 +67,7 @@ def train_ranks(rank: Rank, configs: Sequence[Config], weights: Mapping[str, tor
     return reports
 
 
-def check_train(*, num_processes: int, device_type: str, run: str | None, timeout_s: float,
+def check_train(*, num_processes: int, device_type: str, run: str | None, timeout_s: float, overrides: Sequence[str] = (),
                 say: Callable[[str], None] = lambda text: None) -> tuple[bool, list[dict]]:
     """Prints a table per model; (every quantity within its budget, all figures). ValueError: impossible; RingFailure: a rank
     failed."""
@@ -60,6 +76,8 @@ def check_train(*, num_processes: int, device_type: str, run: str | None, timeou
         if run:
             cfg, weights = run_config(run)
             configs = {f"the model of {run}": cfg}
+        elif overrides:
+            configs = {" ".join(overrides): overridden_config(overrides)}
         else:
             configs = small_configs(cache_dir)
         for name, cfg in configs.items():

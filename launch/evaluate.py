@@ -53,6 +53,8 @@ def main(argv: list[str] | None = None) -> int:
         cfg = configuration(run, overrides)
         ranks = int(os.environ["WORLD_SIZE"]) if is_worker else num_workers(cfg)
         validate(cfg, ranks)
+        if cfg.train.eval_sequences == 0:
+            raise ValueError("train.eval_sequences=0: evaluates nothing; nearest: train.eval_sequences=1")
         check_world(cfg, 1)
         if os.environ.get("RANK", "0") == "0":
             check_out(out)

@@ -4,6 +4,7 @@
     python launch/plan.py model=qwen3_32b data.seq_len=4194304 parallel.shard=64 --gpus 1024 --network-gb-s 12.5
     python launch/plan.py model=base data.seq_len=262144 train.activations=block --gpus 8 --calibration calibration.json
     python launch/plan.py calibrate model=llama3_8b --json calibration.json           on the GPU at hand, up to 64K tokens
+    python launch/plan.py measure experiment=one_million data.seq_len=262144 --policies block,offload --json measured.json   a step of each
     python launch/plan.py compare --calibration calibration.json --measured outputs/one_gpu-...      predicted against measured
 
 Overrides are those of launch/train.py. What of parallel.dp, parallel.cp, parallel.ulysses, parallel.shard and train.activations
@@ -19,14 +20,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-if __name__ == "__main__" and not __package__ and (ROOT / "pyproject.toml").is_file():
+if __name__ in ("__main__", "__mp_main__") and not __package__ and (ROOT / "pyproject.toml").is_file():
     sys.path[0] = str(ROOT)                 # run as a file: the checkout, not launch/, is the import root
 
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from ringflash.config import Config, validate
-from ringflash.launch import plan_calibrate, plan_compare
+from ringflash.launch import plan_calibrate, plan_compare, plan_measure
 from ringflash.launch.counts import count
 from ringflash.launch.plan_calibrate import TILE_ROWS
 from ringflash.launch.train import check_overrides, compose, misspelt, register_schema, to_config
@@ -40,7 +41,7 @@ from ringflash.train.trainer import layer_masks
 def main(argv: Sequence[str] | None = None) -> int:
     """0, or 2 for what cannot be, in one line; of compare 1 where an error is larger than allowed."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    command = {"calibrate": plan_calibrate, "compare": plan_compare}.get(argv[0]) if argv else None
+    command = {"calibrate": plan_calibrate, "compare": plan_compare, "measure": plan_measure}.get(argv[0]) if argv else None
     parser = argparse.ArgumentParser(prog="ringflash plan", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", help="as of ringflash train: model=llama3_8b data.seq_len=1048576 ...")

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from ringflash.config import Config
 from ringflash.planning.hardware import GPUS, Hardware, hardware_of
 from ringflash.planning.job import divisions
-from ringflash.planning.search import predict
+from ringflash.planning.search import Prediction, predict
 from ringflash.planning.show import table
 from ringflash.train.trainer import layer_masks
 
@@ -43,22 +43,28 @@ def run(options: argparse.Namespace, read_config: Callable[[Sequence[str], int],
 
 def compare(record: dict, hardware: Hardware, options: argparse.Namespace, read_config: Callable[[Sequence[str], int], Config]
             ) -> tuple[list, bool]:
-    gpus, overrides = record["gpus"], [*record["overrides"], *options.overrides]
-    cfg = read_config(overrides, gpus)
-    dp = cfg.parallel.dp if cfg.parallel.dp != -1 else gpus // cfg.parallel.cp
-    jobs = divisions(cfg, layer_masks(cfg.attention), gpus, options.gpus_per_host, dp=dp, ulysses=cfg.parallel.ulysses,
-                     activations=cfg.train.activations)
-    prediction = predict(jobs[0], hardware)
-    cells, is_good = [record["name"], gpus], True
-    for measured, predicted, allowed in ((record.get("seconds"), prediction.time.seconds, options.max_time_error),
-                                         (record.get("peak_gib"), prediction.memory.live_gib, options.max_memory_error)):
+    prediction = predicted(record, hardware, read_config, options.gpus_per_host, options.overrides)
+    cells, is_good = [record["name"], record["gpus"]], True
+    for measured, expected, allowed in ((record.get("seconds"), prediction.time.seconds, options.max_time_error),
+                                        (record.get("peak_gib"), prediction.memory.live_gib, options.max_memory_error)):
         if measured is None:
-            cells += ["-", f"{predicted:.2f}", "-"]
+            cells += ["-", f"{expected:.2f}", "-"]
             continue
-        error = predicted / measured - 1
-        cells += [f"{measured:.2f}", f"{predicted:.2f}", f"{100 * error:+.1f}%"]
+        error = expected / measured - 1
+        cells += [f"{measured:.2f}", f"{expected:.2f}", f"{100 * error:+.1f}%"]
         is_good &= abs(error) <= allowed
     return cells, is_good
+
+
+def predicted(record: dict, hardware: Hardware, read_config: Callable[[Sequence[str], int], Config], gpus_per_host: int = 8,
+              overrides: Sequence[str] = ()) -> Prediction:
+    """Of what a record was measured with."""
+    gpus = record["gpus"]
+    cfg = read_config([*record["overrides"], *overrides], gpus)
+    dp = cfg.parallel.dp if cfg.parallel.dp != -1 else gpus // cfg.parallel.cp
+    jobs = divisions(cfg, layer_masks(cfg.attention), gpus, gpus_per_host, dp=dp, ulysses=cfg.parallel.ulysses,
+                     activations=cfg.train.activations)
+    return predict(jobs[0], hardware)
 
 
 def read_measured(path: Path) -> list[dict]:
@@ -69,7 +75,8 @@ def read_measured(path: Path) -> list[dict]:
         found = json.loads(path.read_text())
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"--measured {path}: {error}") from error
-    records = found if isinstance(found, list) else [found]
+    records = found if isinstance(found, list) else found.get("records", [found]) if isinstance(found, dict) else [found]
+    records = [record for record in records if not isinstance(record, dict) or "out_of_memory" not in record]
     for record in records:
         if not isinstance(record, dict) or not isinstance(record.get("overrides"), list):
             raise ValueError(f"--measured {path}: a record has overrides, as of ringflash train, and seconds or peak_gib")
@@ -86,5 +93,7 @@ def _read_folder(folder: Path) -> dict:
         raise ValueError(f"--measured {folder}: no step is in its metrics.jsonl")
     return {"name": folder.name, "overrides": OmegaConf.to_container(OmegaConf.load(overrides)),
             "gpus": round(later[0]["tokens_per_s"] / later[0]["tokens_per_s_per_rank"]),
-            "seconds": statistics.median(row["tokens"] / row["tokens_per_s"] for row in later),
+            # A row has the tokens of all steps so far.
+            "seconds": statistics.median(row["tokens"] / row["step"] / row["tokens_per_s"] for row in later),
+            "loss": later[-1].get("loss"), "tflops_per_gpu": later[-1].get("tflops_per_rank"),
             "peak_gib": max(row["peak_memory_gib"] for row in later)}

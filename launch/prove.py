@@ -36,6 +36,7 @@ class Part:
     limit_s: float
     argv: tuple[str, ...]
     alone: bool = False
+    needs_s: float = 0.0  # is not begun with less than this left of the limit
 
     @property
     def command(self) -> str:
@@ -45,8 +46,8 @@ class Part:
         return " ".join(["python", first, *self.argv[1:]])
 
 
-def part(name: str, limit_s: float, command: str, *, alone: bool = False) -> Part:
-    return Part(name, limit_s, tuple(command.split()), alone)
+def part(name: str, limit_s: float, command: str, *, alone: bool = False, needs_s: float = 0.0) -> Part:
+    return Part(name, limit_s, tuple(command.split()), alone, needs_s)
 
 
 def pytest_part(name: str, limit_s: float, what: str, *, alone: bool = False) -> Part:
@@ -150,7 +151,9 @@ def _work(waiting: list[Part], running: list[Running], found: dict[str, dict], f
             found[job.part.name] = _result(job.part, folder, verdict, now - job.began)
             _show(found[job.part.name])
         while waiting and now < end and _fits(waiting[0], running, jobs):
-            running.append(_start(waiting.pop(0), folder))
+            following = waiting.pop(0)
+            if now + following.needs_s <= end:
+                running.append(_start(following, folder))
         if now >= end:
             waiting.clear()
         time.sleep(_POLL_S)

@@ -47,6 +47,7 @@ class Sweep:
         """Prints the jobs, the best first, by the overrides in which they differ. Returns the exit code of the sweep."""
         shared = set.intersection(*(set(job["overrides"]) for job in self.jobs)) if len(self.jobs) > 1 else set()
         for job in sorted(self.jobs, key=lambda job: float("inf") if job["heldout_loss"] is None else job["heldout_loss"]):
-            result = f"failed ({job['exit_code']})" if job["heldout_loss"] is None else f"{job['heldout_loss']:.4f}"
+            result = f"{job['heldout_loss']:.4f}" if job["heldout_loss"] is not None else \
+                f"failed ({job['exit_code']})" if job["exit_code"] else "-"
             print(f"{result:>10}  job {job['job']}  {' '.join(word for word in job['overrides'] if word not in shared)}")
         return int(any(job["exit_code"] for job in self.jobs))

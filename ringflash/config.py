@@ -93,7 +93,7 @@ class TrainConfig:
     seed: int = 0
     log_every: int = 1
     eval_every: int = 0  # 0: at the end only
-    eval_sequences: int = 8  # of the held-out split, over all ranks
+    eval_sequences: int = 8  # of the held-out split, over all ranks; 0: nothing is evaluated
     # What a layer keeps for its backward. none: everything; block: its input; block_save_attention: its input, and attention's
     # output; offload: as block_save_attention, in pinned host memory; auto: the fastest of these that a memory model says fits.
     activations: str = "none"
@@ -292,8 +292,8 @@ def _optim(cfg: Config) -> list[str]:
 
 def _train(cfg: Config) -> list[str]:
     t = cfg.train
-    problems = _at_least(cfg, 1, "train.steps", "train.accumulation", "train.log_every", "train.eval_sequences")
-    problems += _at_least(cfg, 0, "train.eval_every", "train.seed") + _one_of("train.dtype", t.dtype, DTYPES)
+    problems = _at_least(cfg, 1, "train.steps", "train.accumulation", "train.log_every")
+    problems += _at_least(cfg, 0, "train.eval_every", "train.eval_sequences", "train.seed") + _one_of("train.dtype", t.dtype, DTYPES)
     return problems
 
 

@@ -34,6 +34,7 @@ class DataConfig:
     max_document_tokens: int | None = None  # longer documents are cut into pieces of this many; None: they stay whole
     heldout_fraction: float = 0.05  # of the documents, for evaluation
     max_bytes: int | None = None  # read no more text than this
+    max_samples: int | None = None  # train on so many samples only, over and over; None: on all, in a new order each epoch
     prefetch: bool = True  # a thread reads the next step's rows
 
 
@@ -56,6 +57,10 @@ def data_problems(d: DataConfig, vocab_size: int, accumulation: int) -> list[str
         problems.append(f"data.heldout_fraction={d.heldout_fraction}: a share of the documents, above 0 and below 1")
     if d.max_bytes is not None and d.max_bytes < 1:
         problems.append(f"data.max_bytes={d.max_bytes}: must be at least 1, or null for all of the text")
+    if d.max_samples is not None and (d.max_samples < 1 or d.task != "text"):
+        rule = "must be at least 1, or null; nearest: 1" if d.max_samples < 1 else \
+            f"data.task={d.task} makes its samples and never repeats one; nearest: null"
+        problems.append(f"data.max_samples={d.max_samples}: {rule}")
     if d.max_document_tokens is not None and d.max_document_tokens < 2:
         problems.append(f"data.max_document_tokens={d.max_document_tokens}: must be at least 2, or null; nearest: 2")
     for key, valid in (("positions", POSITIONS), ("format", FORMATS), ("bin_dtype", BIN_DTYPES)):

@@ -60,6 +60,9 @@ def eval_problems(cfg) -> list[str]:
     elif p.key_tokens > len(set(p.alphabet)):
         problems.append(f"eval.passkey.key_tokens={p.key_tokens}: a key's tokens are all different, and eval.passkey.alphabet "
                         f"has {len(set(p.alphabet))}; nearest: {len(set(p.alphabet))}")
+    if p.lengths and t.eval_sequences == 0:
+        problems.append(f"eval.passkey.lengths={list(p.lengths)}: train.eval_sequences=0 evaluates nothing; nearest: "
+                        "train.eval_sequences=1, or eval.passkey.lengths=[]")
     if t.max_skipped < 1:
         problems.append(f"train.max_skipped={t.max_skipped}: must be at least 1; nearest: 1, or train.on_nonfinite=stop")
     return problems + _showing(t)

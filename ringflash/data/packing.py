@@ -65,13 +65,14 @@ class PackedDataset(Samples):
     document_mask  True: a batch carries cu_seqlens, batch_size is 1. False: no document boundaries, any batch_size
     batch_size     samples per micro-batch and data-parallel rank
     content        digest of the text (Split.content), part of batch_hash
+    max_samples    only the first so many samples, over and over in the same order; None: all
 
     Samples are numbered for ever: sample n is window n % num_samples of epoch n // num_samples.
     Raises ValueError for a seq_len beyond the text, doc_starts that do not fit, or a masked batch of more than one sample.
     """
 
     def __init__(self, tokens, doc_starts, seq_len: int, *, seed: int = 0, document_mask: bool = True, batch_size: int = 1,
-                 content: str = ""):
+                 content: str = "", max_samples: int | None = None):
         self.doc_starts = np.asarray(doc_starts, np.int64)
         starts = self.doc_starts
         if starts.ndim != 1 or len(starts) < 2 or starts[0] or np.any(np.diff(starts) < 0):
@@ -88,6 +89,7 @@ class PackedDataset(Samples):
         self.tokens, self.seq_len, self.seed, self.content = tokens, seq_len, seed, content
         self.document_mask, self.batch_size = document_mask, batch_size
         self.num_samples = self.num_tokens // seq_len
+        self.max_samples = None if max_samples is None else min(max_samples, self.num_samples)
         self._epochs: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
     def read(self, sample: int, positions: np.ndarray) -> np.ndarray:
@@ -111,7 +113,7 @@ class PackedDataset(Samples):
         """What the numbers of samples mean, JSON: two datasets with the same one serve the same samples."""
         documents = hashlib.blake2b(self.doc_starts.tobytes(), digest_size=8).hexdigest()
         return {"content": self.content, "documents": documents, "seq_len": self.seq_len, "seed": self.seed,
-                "document_mask": self.document_mask}
+                "document_mask": self.document_mask} | ({} if self.max_samples is None else {"max_samples": self.max_samples})
 
     def batch_hash(self, samples: Sequence[int]) -> int:
         """63-bit number that names these samples: text, documents, seq_len, seed and numbers; equal on all ranks of a ring."""
@@ -123,7 +125,7 @@ class PackedDataset(Samples):
         """(order of the documents [N], their starts on the epoch's line [N + 1], start of the sample on it)."""
         if sample < 0:
             raise IndexError(f"sample={sample}: must be at least 0")
-        epoch, index = divmod(sample, self.num_samples)
+        epoch, index = divmod(sample if self.max_samples is None else sample % self.max_samples, self.num_samples)
         known = self._epochs.get(epoch)
         if known is None:
             order = permutation(len(self.doc_starts) - 1, self.seed, epoch, _DOCUMENTS)

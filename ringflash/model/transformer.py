@@ -267,6 +267,15 @@ class Transformer(nn.Module):
         """Its layers: what is sharded as one unit each."""
         return list(self.layers)
 
+    def reserve_host(self, tokens: int, itemsize: int, device: torch.device) -> None:
+        """Where layers offload: pins the host memory that a step of so many tokens of a rank will take, before the step."""
+        if any(layer.activations == "offload" for layer in self.layers):
+            config, residual = self.config, 4 if self.residual_dtype is None else self.residual_dtype.itemsize
+            sizes = (tokens * config.dim * residual, tokens * config.num_heads * config.resolved_head_dim * itemsize,
+                     4 * tokens * config.num_heads)                              # x, attention's out and lse
+            chunks = sum(-(-size // self.store.chunk_bytes) for size in sizes)
+            self.store.reserve(len(self.layers) * chunks, device)
+
     @torch.no_grad()
     def init_weights(self, seed: int, write: Callable[[Tensor, Tensor], None] = Tensor.copy_) -> None:
         """Normal(0, init_std), projections into the residual stream / sqrt(2 num_layers), norms 1, sinks 0. On the meta device:

@@ -5,9 +5,11 @@ Plain SGD without clipping: Adam and clipping would both hide a gradient that is
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,8 @@ _SGD = OptimConfig(name="sgd", lr=0.1, warmup_steps=0, weight_decay=0.0, momentu
 # fp32: what another order of summation may cost, in units of eps x the largest reference value (measured, W = 2 and 4, models of
 # configs/model/{tiny,small}.yaml). 16 bit: two roundings, beside twice what one rank errs itself (Note [Training equivalence]).
 _BUDGET_EPS = {torch.float32: 64.0, torch.bfloat16: 2.0}
+
+_calls = itertools.count()  # of _on_rank_0, the same on all ranks
 
 
 @dataclass(frozen=True)
@@ -71,8 +75,9 @@ def run(cfg: Config, data: Data, *, device: torch.device, group: dist.ProcessGro
     """Compares step 0 on dp x cp ranks (cfg.parallel; `group` is the default group, None for one rank) with one rank: in fp32
     directly, in 16 bit both with one rank in fp32 (Note [Training equivalence] in DESIGN.md).
 
-    Every rank calls this, computes the one-rank step by itself, and returns the same Report: loss, gradient norm, each
-    parameter's gradient and each parameter after the step. cfg's optimizer is not used, all else of it is.
+    Every rank calls this, computes the one-rank step by itself (of a 16-bit run; its fp32 twin is rank 0's work alone), and returns
+    the same Report: loss, gradient norm, each parameter's gradient and each parameter after the step. cfg's optimizer is not
+    used, all else of it is.
     weights: a state_dict to start from (a run's weights.pt), else those of train.seed.
     Raises ValueError when dp * cp is not the size of the group, or group is not the default one.
     """
@@ -88,19 +93,35 @@ def run(cfg: Config, data: Data, *, device: torch.device, group: dist.ProcessGro
     want = one_rank
     if dtype != torch.float32:
         exact = dataclasses.replace(alone, train=dataclasses.replace(alone.train, dtype="fp32"))
-        want = _step(Trainer(exact, single(device), data), weights)
+        want = _on_rank_0(lambda: _step(Trainer(exact, single(device), data), weights), world, cfg.parallel.timeout_s)
     return Report(dp, cp, compare(got, one_rank, want, world, dtype))
 
 
-def compare(got: Mapping[str, Tensor], one_rank: Mapping[str, Tensor], want: Mapping[str, Tensor], world: World,
+def _on_rank_0(compute: Callable[[], dict[str, Tensor]], world: World, timeout_s: float) -> dict[str, Tensor] | None:
+    """compute() on rank 0; on the others None, once it is done there. They wait for a key of the store, as a collective that
+    waits would take its turns on a card that they share."""
+    if world.group is None:
+        return compute()
+    store, key = dist.distributed_c10d._get_default_store(), f"ringflash-equivalence-{next(_calls)}"
+    if world.rank:
+        store.wait([key], timedelta(seconds=timeout_s))
+        return None
+    found = compute()
+    store.set(key, b"done")
+    return found
+
+
+def compare(got: Mapping[str, Tensor], one_rank: Mapping[str, Tensor], want: Mapping[str, Tensor] | None, world: World,
             dtype: torch.dtype) -> tuple[Row, ...]:
-    """What _step found on the ranks of world, and on one rank in dtype, both against one rank in fp32; the same on all ranks."""
-    figures = torch.stack([_figures(got[name], one_rank[name], reference, world) for name, reference in want.items()])
+    """What _step found on the ranks of world, and on one rank in dtype, both against one rank in fp32 (want, of rank 0; None on
+    ranks that did not compute it); the same on all ranks."""
+    figures = torch.stack([_figures(got[name], mine, None if want is None else want[name], world)
+                           for name, mine in one_rank.items()])
     if world.group is not None:
         # The worst rank counts: weights that drift apart between ranks show here. A NaN must win over any number.
         figures = figures.nan_to_num(nan=math.inf, posinf=math.inf)
         dist.all_reduce(figures, op=dist.ReduceOp.MAX, group=world.group)
-    found = {name: row for name, row in zip(want, figures.tolist(), strict=True)}
+    found = {name: row for name, row in zip(one_rank, figures.tolist(), strict=True)}
     allowed = _BUDGET_EPS[dtype] * torch.finfo(dtype).eps
     rows = []
     for name, (error, own_error, scale) in found.items():
@@ -113,14 +134,15 @@ def compare(got: Mapping[str, Tensor], one_rank: Mapping[str, Tensor], want: Map
     return tuple(rows)
 
 
-def _figures(got: Tensor, one_rank: Tensor, want: Tensor, world: World) -> Tensor:
-    """Error of the ring, error of one rank, largest value, all against rank 0's reference. Every rank computed that step by itself:
-    one whose reference is another (other data, other weights) shows as an error of the ring."""
-    agreed = want.clone()
+def _figures(got: Tensor, one_rank: Tensor, want: Tensor | None, world: World) -> Tensor:
+    """Error of the ring, error of one rank, largest value, all against rank 0's reference. Every rank computed the one-rank step by
+    itself: one whose step is not rank 0's (other data, other weights) shows as an error of the ring."""
+    agreed, first = (one_rank if want is None else want).clone(), one_rank.clone()
     if world.group is not None:
         dist.broadcast(agreed, src=0, group=world.group)
-    error = torch.maximum((got - agreed).abs().max(), (want - agreed).abs().max())
-    return torch.stack([error, (one_rank - want).abs().max(), agreed.abs().max()])
+        dist.broadcast(first, src=0, group=world.group)
+    error = torch.maximum((got - agreed).abs().max(), (one_rank - first).abs().max())
+    return torch.stack([error, (first - agreed).abs().max(), agreed.abs().max()])
 
 
 def _step(trainer: Trainer, weights: Mapping[str, Tensor] | None) -> dict[str, Tensor]:

@@ -179,7 +179,7 @@ def _step(trainer: Trainer, meter: Meter, recorder: Recorder, progress: Progress
 
 def _evaluation_is_due(cfg: Config, progress: Progress) -> bool:
     due = progress.step >= cfg.train.steps or (cfg.train.eval_every and progress.step % cfg.train.eval_every == 0)
-    return bool(due) and progress.evaluated != progress.step
+    return bool(due) and progress.evaluated != progress.step and cfg.train.eval_sequences > 0
 
 
 def _evaluate(trainer: Trainer, meter: Meter, recorder: Recorder, progress: Progress, start: float) -> None:

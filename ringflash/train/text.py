@@ -56,11 +56,12 @@ def open_data(cfg: Config) -> Data:
         heldout = passkey_samples(cfg, sources, d.seq_len, seed=_HELDOUT, **options)
         return Data(train, heldout, math.log(len(train.alphabet)), asked)
 
-    def packed(split, batch_size: int) -> PackedDataset:
+    def packed(split, batch_size: int, max_samples: int | None = None) -> PackedDataset:
         return PackedDataset(split.tokens, split_documents(split.doc_starts, d.max_document_tokens), d.seq_len,
-                             seed=cfg.train.seed, batch_size=batch_size, document_mask=d.document_mask, content=split.content)
+                             seed=cfg.train.seed, batch_size=batch_size, document_mask=d.document_mask, content=split.content,
+                             max_samples=max_samples)
 
-    train = [packed(source.corpus.train, d.batch_size) for source in sources]
+    train = [packed(source.corpus.train, d.batch_size, d.max_samples) for source in sources]
     heldout = [packed(source.corpus.heldout, 1) for source in sources]
     nats = sum(weight * source.unigram_nats for weight, source in zip(weights, sources)) / sum(weights)
     if len(sources) == 1:

@@ -20,6 +20,7 @@ from ringflash import Mask, ring_attention, shard_batch
 from ringflash.config import AttentionConfig, Config
 from ringflash.kernels import dispatch
 from ringflash.model.build import build_model, model_config
+from ringflash.model.transformer import Transformer
 from ringflash.model.weights import load_weights
 from ringflash.sharding import ShardedBatch
 from ringflash.train.evaluation import Evaluation, evaluate
@@ -92,10 +93,8 @@ class Trainer:
     """Model, optimizer and the ring they run on. The same cfg and data give the same steps on every dp x cp, within rounding."""
 
     def __init__(self, cfg: Config, world: World, data: Data, asked_to_stop: Callable[[], bool] = lambda: False):
-        self.cfg, self.world, self.data, self.asked_to_stop = cfg, world, data, asked_to_stop
-        self.replicas = Replicas(data.train, layer_masks(cfg.attention), world.dp, cfg.train.accumulation)
-        self.samples_per_step = world.dp * cfg.train.accumulation * cfg.data.batch_size
-        self.origin = 0  # the number of the sample that step 0 would begin with
+        self.world, self.asked_to_stop = world, asked_to_stop
+        self.read(cfg, data)
         attention = functools.partial(ring_attention, group=world.cp_group, kernel=cfg.attention.kernel,
                                       exchange=cfg.attention.exchange, rotate=cfg.attention.rotate, routing=cfg.attention.routing,
                                       deterministic=cfg.attention.deterministic)
@@ -111,6 +110,20 @@ class Trainer:
         self.parameters = list(self.model.parameters())
         self.num_parameters = sum(parameter.numel() for parameter in self.parameters)
         self.optimizer = build_optimizer(cfg.optim, self.parameters)
+        self.reserve_host()
+
+    def reserve_host(self) -> None:
+        """Pins the host memory that steps will need, so that the first of them takes no longer than the others."""
+        if isinstance(self.model, Transformer):
+            tokens = -(-self.cfg.data.seq_len // self.world.cp) * self.cfg.data.batch_size
+            self.model.reserve_host(tokens, self.dtype.itemsize, self.world.device)
+
+    def read(self, cfg: Config, data: Data) -> None:
+        """Steps from here on are those of cfg and data, of another length say; model and optimizer stay what they are."""
+        self.cfg, self.data = cfg, data
+        self.replicas = Replicas(data.train, layer_masks(cfg.attention), self.world.dp, cfg.train.accumulation)
+        self.samples_per_step = self.world.dp * cfg.train.accumulation * cfg.data.batch_size
+        self.origin = 0  # the number of the sample that step 0 would begin with
         self.prefetcher = Prefetcher(data.train, self.rows) if cfg.data.prefetch else None
 
     def rows(self, samples: tuple[int, ...]) -> np.ndarray:

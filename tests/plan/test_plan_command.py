@@ -80,7 +80,7 @@ def test_compare_reads_a_run_folder_and_fails_where_the_error_is_larger_than_all
     (folder / ".hydra").mkdir(parents=True)
     overrides = ("model=tiny", "data.seq_len=4096", "parallel.cp=2", "data.document_mask=false")
     (folder / ".hydra" / "overrides.yaml").write_text("".join(f"- {word}\n" for word in overrides))
-    rows = [{"kind": "train", "step": step, "tokens": 4096, "tokens_per_s": 4096 / seconds,
+    rows = [{"kind": "train", "step": step, "tokens": 4096 * step, "tokens_per_s": 4096 / seconds,
              "tokens_per_s_per_rank": 2048 / seconds, "peak_memory_gib": 0.5} for step, seconds in ((1, 9.0), (2, 2.0), (3, 2.0))]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert plan.main(["compare", "--measured", str(folder)]) == 1
