@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ringflash import Layout
-from ringflash.kernels.dispatch import select
+from ringflash.kernels import dispatch
 from ringflash.launch.check_problem import DTYPES, Cell, call_options, make_dlse, make_inputs
 from ringflash.launch.check_judge import Judge, Tensors
 from ringflash.launch.check_scale import GROWTH_LIMIT, Problem
@@ -207,7 +207,7 @@ def run_ring(cell: Cell, device: torch.device, *, plan: Callable[[Plan], object]
     options, dlse = call_options(cell, device), make_dlse(cell, device)
     sinks = options.get("sinks")
     mask, layout = cell.make_mask(), cell.layouts()["layout"]
-    kernel = select(cell.kernel, device=device, dtype=q.dtype, head_dim=cell.head_dim, head_dim_v=cell.head_dim_v)
+    kernel = dispatch.select(cell.kernel, device=device, dtype=q.dtype, head_dim=cell.head_dim, head_dim_v=cell.head_dim_v)
 
     def ring(mask: Mask) -> SimulatedRing:
         rotation = (lambda: plan(build_plan(mask, layout, layout, rotates="q"))) if cell.rotate == "q" else None
@@ -254,9 +254,15 @@ DEFECTS = {
 }
 
 
-def catches(name: str, kernel: str, device: torch.device, *, dtype: str = "fp32", head_dim: int = 32) -> tuple[bool, str]:
-    """Is the defect seen, and by what. The same ring without it must pass, else nothing was caught (RuntimeError)."""
-    defect = DEFECTS[name]
+def sharpest_dtype(kernel: str, device: torch.device, head_dim: int) -> str:
+    """fp32, whose budgets are the tightest, where the kernel takes it; else bf16."""
+    return "bf16" if dispatch.unavailable(kernel, device=device, dtype=torch.float32, head_dim=head_dim) else "fp32"
+
+
+def catches(name: str, kernel: str, device: torch.device, *, dtype: str | None = None, head_dim: int = 32) -> tuple[bool, str]:
+    """Is the defect seen, and by what. The same ring without it must pass, else nothing was caught (RuntimeError). dtype: None for
+    the one with the tightest budgets that the kernel takes."""
+    defect, dtype = DEFECTS[name], dtype or sharpest_dtype(kernel, device, head_dim)
     if name == "rounded-hops":
         return _catches_growth(kernel, device, head_dim)
     cell = Cell(kernel, dtype, defect.mask, defect.layout, defect.cp_size, 2, 48, head_dim, variant=defect.variant,
@@ -276,7 +282,7 @@ def _catches_growth(kernel: str, device: torch.device, head_dim: int, seq_len: i
     defect = DEFECTS["rounded-hops"]
     problem = Problem.random(seq_len, 4, 2, head_dim, DTYPES["bf16"], device)
     truth = oracle.attention_oracle(problem.q, problem.k, problem.v, dout=problem.dout)
-    backend = select(kernel, device=device, dtype=torch.bfloat16, head_dim=head_dim)
+    backend = dispatch.select(kernel, device=device, dtype=torch.bfloat16, head_dim=head_dim)
 
     def errors(cp_size: int, loopback: type[Loopback]) -> dict[str, float]:
         mask = Mask(causal=True)
@@ -295,17 +301,17 @@ def _catches_growth(kernel: str, device: torch.device, head_dim: int, seq_len: i
     return bool(grown), ", ".join(grown) or "no growth of the error seen"
 
 
-def planted(names: Sequence[str], kernel: str, device: torch.device, *, dtype: str = "fp32", head_dim: int = 32
+def planted(names: Sequence[str], kernel: str, device: torch.device, *, dtype: str | None = None, head_dim: int = 32
             ) -> tuple[bool, list[dict]]:
-    """Plants each defect; prints CAUGHT or MISSED. True when all are caught."""
-    records = []
+    """Plants each defect; prints CAUGHT or MISSED. True when all are caught. dtype: as of catches()."""
+    dtype, records = dtype or sharpest_dtype(kernel, device, head_dim), []
     for name in names:
         try:
             caught, evidence = catches(name, kernel, device, dtype=dtype, head_dim=head_dim)
         except RuntimeError as error:
             caught, evidence = False, str(error)
         records.append({"defect": name, "kernel": kernel, "caught": caught, "evidence": evidence})
-    print(f"\nPlanted defects ({kernel}, loopback ring)\n")
+    print(f"\nPlanted defects ({kernel}, {dtype}, loopback ring)\n")
     rows = [[r["defect"], DEFECTS[r["defect"]].text, "CAUGHT" if r["caught"] else "MISSED", r["evidence"][:70]] for r in records]
     print(grid(["defect", "what", "", "seen by"], rows), flush=True)
     return all(r["caught"] for r in records), records

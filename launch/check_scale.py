@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import time
 from collections.abc import Sequence
 
@@ -110,13 +111,15 @@ def memory(kernel: str, device: torch.device, *, seq_lens: Sequence[int], num_he
     if device.type != "cuda":
         raise RuntimeError("memory: peak memory is only kept for CUDA devices, and there is none here")
     records = []
+    gc.collect()                                        # what died in a cycle would be freed while a length is measured
+    resident = torch.cuda.memory_allocated(device)      # others' in this process, and the caches
     for seq_len in seq_lens:
         problem = Problem.random(seq_len, num_heads, num_heads, head_dim, DTYPES[dtype], device)
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-        before = torch.cuda.memory_allocated(device)
+        input_bytes = torch.cuda.memory_allocated(device) - resident
         torch.cuda.reset_peak_memory_stats(device)
-        record = {"kernel": kernel, "rotate": rotate, "seq_len": seq_len, "input_bytes": before, "failure": None}
+        record = {"kernel": kernel, "rotate": rotate, "seq_len": seq_len, "input_bytes": input_bytes, "failure": None}
         records.append(record)
         start = time.perf_counter()
         try:
@@ -126,7 +129,7 @@ def memory(kernel: str, device: torch.device, *, seq_lens: Sequence[int], num_he
             record["failure"] = f"out of memory: {error}".splitlines()[0]
             break
         record["seconds"] = time.perf_counter() - start
-        record["peak_bytes"] = torch.cuda.max_memory_allocated(device)
+        record["peak_bytes"] = torch.cuda.max_memory_allocated(device) - resident
         record["bytes_per_token"] = record["peak_bytes"] / seq_len
         record["ratios"] = sampled_ratios(problem, result)
         del problem, result

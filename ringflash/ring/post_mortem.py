@@ -3,7 +3,9 @@
     <folder>/stacks_rank_3.txt               why, then the Python stack of each thread
     <folder>/flight_recorder_nccl_rank_3     the newest collectives and point-to-point batches, as torch pickles them (CPU: gloo)
 
-`python -m torch.distributed.flight_recorder.fr_trace FOLDER -p flight_recorder_nccl_rank_` compares the ranks' recordings.
+`python -m torch.distributed.flight_recorder.fr_trace -j FOLDER -p flight_recorder_nccl_rank_` prints the ranks' recordings side by
+side. Without -j it looks for the culprit itself, and gives up on batches of sends and receives of which one rank has no end
+(torch 2.11); the watchdog's report names the peer.
 """
 from __future__ import annotations
 

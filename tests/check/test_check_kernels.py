@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from ringflash.kernels import dispatch, hopper
-from ringflash.launch import check, check_random
+from ringflash.launch import check, check_planted, check_random
 from ringflash.launch.check_kernels import chosen_kernels
 
 
@@ -59,3 +59,8 @@ def test_the_matrix_and_random_problems_of_a_hopper_gpu_hold_its_kernel_with_16_
     assert {cell.variant for cell in cells if cell.kernel == "hopper"} == {"plain", "softcap", "sinks"}
     assert all(torch.finfo(getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[cell.dtype])).bits == 16
                for cell in drawn if cell.kernel == "hopper")
+
+
+def test_defects_are_planted_in_the_dtype_with_the_tightest_budgets_that_a_kernel_takes(on_a_hopper_gpu):
+    found = {kernel: check_planted.sharpest_dtype(kernel, torch.device("cuda"), 64) for kernel in ("triton", "hopper")}
+    assert found == {"triton": "fp32", "hopper": "bf16"}

@@ -5,6 +5,7 @@ Ranks that share a card are told apart by NCCL_HOSTID (launch/check_spawn.py); a
 import pytest
 import torch
 
+from ringflash.kernels import dispatch
 from ringflash.launch import check_planted, check_scale
 from ringflash.launch.check_cells import LAYOUTS, MASKS, matrix
 from ringflash.launch.check_judge import Judge, judge_loopback, loopback_cell
@@ -65,9 +66,12 @@ def test_errors_at_eight_ranks_are_at_most_a_tenth_above_those_of_one():
     assert held, records
 
 
+@pytest.mark.parametrize("kernel", ("triton", "hopper"))
 @pytest.mark.parametrize("defect", check_planted.DEFECTS)
-def test_a_planted_defect_is_caught(defect):
-    caught, evidence = check_planted.catches(defect, "triton", torch.device("cuda"), head_dim=64)
+def test_a_planted_defect_is_caught(defect, kernel):
+    if why := dispatch.unavailable(kernel, device="cuda", dtype=torch.bfloat16, head_dim=64):
+        pytest.skip(why)
+    caught, evidence = check_planted.catches(defect, kernel, torch.device("cuda"), head_dim=64)
     assert caught, evidence
 
 

@@ -130,10 +130,11 @@ def test_a_stall_over_nccl_in_the_backward_names_its_layer(tmp_path):
 
 @pytest.mark.gpu
 @needs_a_card
-def test_torchs_own_tool_reads_the_recordings_of_nccl(over_nccl):
-    shown = subprocess.run([sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(over_nccl[0] / "run"), "-p",
-                            "flight_recorder_nccl_rank_"], capture_output=True, text=True, timeout=60.0)
-    assert shown.returncode == 0, shown.stdout[-2000:] + shown.stderr[-2000:]
+def test_torchs_own_tool_prints_the_recordings_of_nccl(over_nccl):
+    shown = subprocess.run([sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", "-j", str(over_nccl[0] / "run"),
+                            "-p", "flight_recorder_nccl_rank_"], capture_output=True, text=True, timeout=60.0)
+    said = shown.stdout + shown.stderr
+    assert shown.returncode == 0 and "coalesced" in said and "state=" in said, said[-2000:]
 
 
 def test_without_a_folder_or_with_one_that_is_gone_nothing_is_written_and_nothing_fails(tmp_path, monkeypatch):
