@@ -86,7 +86,8 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--exchange", default="auto", choices=EXCHANGES, help="with --processes: what carries the messages")
     how.add_argument("--timeout", type=duration, default=900.0, metavar="S", help="of a ring of processes, all its cells together")
     how.add_argument("--run", default=None, metavar="DIR", help="with --train: folder of a finished run")
-    how.add_argument("--config", nargs="+", default=(), metavar="OVERRIDE", help="with --train: a model, data and length as of ringflash train")
+    how.add_argument("--config", nargs="+", default=(), metavar="OVERRIDE",
+                     help="with --train: a model, data and length, as of ringflash train")
     how.add_argument("--json", default=None, metavar="PATH")
     return top
 

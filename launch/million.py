@@ -2,7 +2,7 @@
 
     python launch/million.py                                 all parts, about 11 minutes on an H200, into outputs/million-<time>/
     python launch/million.py --list                          what they are, as commands to be run by hand
-    python launch/million.py --parts step,resume --limit 300     those whose names begin so; what does not fit is "not run"
+    python launch/million.py --parts step,resume --limit 300     those whose names begin so; what has no time left is "not run"
     python launch/million.py --report outputs/million-...    the table again, also of several folders together
     python launch/million.py --tokens 32768                  all of it at another length
 
@@ -38,21 +38,25 @@ def parts(tokens: int, scratch: str, words: Sequence[str] = ()) -> list[Part]:
     model = " ".join(["experiment=one_million", f"data.cache_dir={scratch}/cache", *words])
     train = f"train.py {model} data.seq_len={tokens} data.max_samples=1 train.eval_sequences=0 run.plot=false"
     long = tokens >= MILLION
+    rows = tokens // 64
+    tile = rows // 8
     few = f"plan.py measure {model} model.num_layers=2"
     save = "block_save_attention"
+    runs = [(2 * tokens, save), *((tokens // 4, policy) for policy in ("none", save, "block", "offload")), (tokens, "offload"),
+            (tokens, save)]
     return [
-        part("step", 300, f"{train} train.steps=1 optim.warmup_steps=1 run.dir={scratch}/step", needs_s=150 * long),
-        part("resume", 300, f"{train} train.steps=2 optim.warmup_steps=1 train.activations=offload checkpoint.every=0 "
+        part("step", 300, f"{train} train.steps=1 run.dir={scratch}/step", needs_s=150 * long),
+        part("resume", 300, f"{train} train.steps=2 train.activations=block checkpoint.every=0 "
                             f"checkpoint.resume={scratch}/step run.dir={scratch}/resume", needs_s=150 * long),
-        part("two-layers", 300, f"{few} --runs {2 * tokens}:{save},{tokens}:block,{tokens}:{save} --json {{out}}/two-layers.json",
-             needs_s=130 * long),
-        part("calibration", 90, f"plan.py calibrate {model} --json {{out}}/calibration.json", needs_s=40),
-        part("quarter", 90, f"plan.py measure {model} data.seq_len={tokens // 4} --policies none,{save},block,offload "
-                            "--json {out}/quarter.json", needs_s=30),
+        part("two-layers", 300, f"{few} --runs {','.join(f'{n}:{policy}' for n, policy in runs)} --json {{out}}/two-layers.json",
+             needs_s=120 * long),
+        part("calibration", 90, f"plan.py calibrate {model} --json {{out}}/calibration.json", needs_s=30),
         part("ranks-equal", 150, f"check.py --train --processes 4 --timeout 140 --json {{out}}/ranks-equal.json --config {model} "
                                  f"model.num_layers=2 data.seq_len={tokens // 8} attention.layout=zigzag", needs_s=40),
-        part("ranks-memory", 150, f"{few} attention.layout=zigzag --processes 1,2,4 "
-                                  f"--rows {tokens // 64},{tokens // 32},{tokens // 16} --json {{out}}/ranks-memory.json", needs_s=40),
+        # Tiles so small that attention, not a tile's MLP, is what needs most memory at each of these lengths.
+        part("ranks-memory", 150, f"plan.py measure {model} model.num_layers=4 train.tile_rows={tile} attention.layout=zigzag "
+                                  f"--processes 1,2,4 --rows {2 * rows},{3 * rows},{4 * rows} "
+                                  "--json {out}/ranks-memory.json", needs_s=40),
     ]
 
 
@@ -62,12 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", help="as of ringflash train, for all parts")
     parser.add_argument("--parts", default="", help="comma-separated beginnings of names")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds in all")
-    parser.add_argument("--jobs", type=count(1), default=1, help="parts side by side: for ranks-*, which are not timed (default 1)")
+    parser.add_argument("--jobs", type=count(1), default=1, help="parts side by side: of ranks-*, which are not timed (default 1)")
     parser.add_argument("--tokens", type=count(1024), default=MILLION, help=f"of the long steps (default {MILLION:,})")
     parser.add_argument("--out", type=Path, help="a folder; default outputs/million-<time>")
     parser.add_argument("--scratch", type=Path, help="a folder for checkpoints and tokens (default: a temporary one, removed)")
     parser.add_argument("--list", action="store_true")
-    parser.add_argument("--report", nargs="+", type=Path, metavar="FOLDER", help="runs nothing: the table of what these folders hold")
+    parser.add_argument("--report", nargs="+", type=Path, metavar="FOLDER", help="runs nothing: the table of what is there")
     options = parser.parse_intermixed_args(argv)
     if options.report:
         return show(options.report, options.out or options.report[0])

@@ -4,7 +4,7 @@
     python launch/plan.py model=qwen3_32b data.seq_len=4194304 parallel.shard=64 --gpus 1024 --network-gb-s 12.5
     python launch/plan.py model=base data.seq_len=262144 train.activations=block --gpus 8 --calibration calibration.json
     python launch/plan.py calibrate model=llama3_8b --json calibration.json           on the GPU at hand, up to 64K tokens
-    python launch/plan.py measure experiment=one_million data.seq_len=262144 --policies block,offload --json measured.json   a step of each
+    python launch/plan.py measure experiment=one_million data.seq_len=262144 --policies block,offload --json measured.json
     python launch/plan.py compare --calibration calibration.json --measured outputs/one_gpu-...      predicted against measured
 
 Overrides are those of launch/train.py. What of parallel.dp, parallel.cp, parallel.ulysses, parallel.shard and train.activations

@@ -236,9 +236,9 @@ def train_step(cfg: Config, device: torch.device, policy: str, seq_len: int, lay
 
 
 def corrections(cfg: Config, written: dict, options: argparse.Namespace) -> dict[str, float]:
-    """rest_factor, live_factor and slack, from the longest step of each policy beside its prediction."""
+    """rest_factor, extra_gib and slack, from the longest step of each policy beside its prediction."""
     hardware = hardware_of(options.gpu).given(written["rates"], "calibration")
-    rest, live, slack = [], [], []
+    rest, extra, slack = [], [], []
     for record in written["steps"]:
         if record["seq_len"] != max(each["seq_len"] for each in written["steps"]):
             continue
@@ -248,9 +248,10 @@ def corrections(cfg: Config, written: dict, options: argparse.Namespace) -> dict
         others = prediction.time.seconds - corrected
         if record["seconds"] > others:
             rest.append((record["seconds"] - others) / corrected)
-        live.append(record["peak_gib"] / prediction.memory.live_gib)
+        extra.append(record["peak_gib"] - prediction.memory.live_gib)
         slack.append(max(record["reserved_gib"] / record["peak_gib"] - 1, 0.0))
-    found = {"live_factor": statistics.median(live), "slack": statistics.median(slack)}
+    # A sum, not a factor: what was not counted (workspaces of libraries, what a tile leaves behind) does not grow with the length.
+    found = {"extra_gib": max(0.0, statistics.median(extra)), "slack": statistics.median(slack)}
     return found | ({"rest_factor": statistics.median(rest)} if rest else {})
 
 

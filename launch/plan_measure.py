@@ -2,10 +2,11 @@
 
     python launch/plan.py measure experiment=one_million data.seq_len=262144 --policies none,block --json measured.json
     python launch/plan.py measure experiment=one_million --runs 1048576:block,1048576:offload --json measured.json
-    python launch/plan.py measure experiment=one_million --processes 1,2,4 --rows 32768,65536 --json measured.json     rings on this machine
+    python launch/plan.py measure experiment=one_million --processes 1,2,4 --rows 32768,65536 --json measured.json
 
 A step is that of launch/train.py (its Trainer, data and optimizer). Before each, a short one of the same model and policy compiles
-kernels and makes the optimizer's state, and host memory is pinned: neither is in the seconds. Ranks of a ring that share a card
+kernels and makes the optimizer's state, and host memory is pinned: neither is in the seconds. --processes starts rings of so many
+ranks on this machine. Ranks of a ring that share a card
 take turns on it: their seconds say nothing and are not compared. The file is what `plan.py compare --measured` reads.
 """
 from __future__ import annotations

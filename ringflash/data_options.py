@@ -59,7 +59,7 @@ def data_problems(d: DataConfig, vocab_size: int, accumulation: int) -> list[str
         problems.append(f"data.max_bytes={d.max_bytes}: must be at least 1, or null for all of the text")
     if d.max_samples is not None and (d.max_samples < 1 or d.task != "text"):
         rule = "must be at least 1, or null; nearest: 1" if d.max_samples < 1 else \
-            f"data.task={d.task} makes its samples and never repeats one; nearest: null"
+            f"data.task={d.task} makes its samples and repeats none; nearest: null"
         problems.append(f"data.max_samples={d.max_samples}: {rule}")
     if d.max_document_tokens is not None and d.max_document_tokens < 2:
         problems.append(f"data.max_document_tokens={d.max_document_tokens}: must be at least 2, or null; nearest: 2")

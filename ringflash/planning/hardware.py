@@ -23,7 +23,7 @@ class Hardware:
     forward_tflops, backward_tflops: of a visit of n rows to n / 2 keys' worth of pairs (causal counts half, the backward 2.5
         forwards), by n. kernel: which kernel they are of.
     rest_factor: measured over predicted time of all that is neither attention nor waiting; 1 until a calibration says otherwise.
-    live_factor: measured over predicted bytes of tensors at the peak. slack: what the allocator holds beyond them, a share.
+    extra_gib: of tensors at the peak, measured, beyond what is counted. slack: what the allocator holds beyond them, a share.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Hardware:
     visit_us: float
     kernel: str = "hopper"
     rest_factor: float = 1.0
-    live_factor: float = 1.0
+    extra_gib: float = 0.0
     slack: float = 0.03
     sources: tuple[tuple[str, str], ...] = ()
 
@@ -73,7 +73,7 @@ class Hardware:
 
 
 def _number(source: str, name: str, value: Any) -> float:
-    least = 0.0 if name in ("slack", "exchange_us", "visit_us", "context_gib", "host_memory_gib") else None
+    least = 0.0 if name in ("slack", "exchange_us", "visit_us", "context_gib", "host_memory_gib", "extra_gib") else None
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or value < 0 or (least is None and value == 0):
         raise ValueError(f"{source}: {name}={value}: must be a finite number {'above' if least is None else 'from'} 0")
@@ -128,7 +128,7 @@ _H200 = Hardware(
         ("across_gb_s", f"{_ASSUMED}: one 400 Gb/s port per GPU"), ("host_gb_s", f"{_ASSUMED}: of PCIe 5.0 x16, 63 one way"),
         ("host_memory_gib", f"{_ASSUMED}"), ("exchange_us", f"{_ASSUMED}, as in ringflash.ring.cost"),
         ("visit_us", f"{_ASSUMED}, as in ringflash.ring.cost"),
-        ("slack", f"{_ASSUMED}"), ("rest_factor", "1: nothing is known"), ("live_factor", "1: nothing is known"),
+        ("slack", f"{_ASSUMED}"), ("rest_factor", "1: nothing is known"), ("extra_gib", "0: nothing is known"),
     ))
 
 

@@ -29,7 +29,7 @@ class Memory:
     moments: Mapping[str, Mapping[str, float]]
     saved: float
     host: float
-    live_factor: float
+    extra_gib: float
     slack: float
     context_gib: float
 
@@ -45,7 +45,7 @@ class Memory:
     @property
     def live_gib(self) -> float:
         """Of tensors at the peak: what torch.cuda.max_memory_allocated counts."""
-        return sum(self.parts.values()) * self.live_factor / GIB
+        return sum(self.parts.values()) / GIB + self.extra_gib
 
     @property
     def reserved_gib(self) -> float:
@@ -76,7 +76,7 @@ def step_memory(job: Job, hardware: Hardware) -> Memory:
     at("backward of the first layer", fixed.always, tables, layer.backward, fixed.gathered, fixed.gradients(layers - 1))
     at("backward of the embedding", fixed.always, fixed.gradients(layers), fixed.embedding)
     at("optimizer", fixed.always, fixed.optimizer)
-    return Memory(moments, sum(layer.saved.values()), layer.host, hardware.live_factor, hardware.slack, hardware.context_gib)
+    return Memory(moments, sum(layer.saved.values()), layer.host, hardware.extra_gib, hardware.slack, hardware.context_gib)
 
 
 class _Fixed:
