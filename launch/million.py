@@ -46,11 +46,11 @@ def parts(tokens: int, scratch: str, words: Sequence[str] = ()) -> list[Part]:
             (tokens, save)]
     return [
         part("step", 300, f"{train} train.steps=1 run.dir={scratch}/step", needs_s=150 * long),
+        part("calibration", 90, f"plan.py calibrate {model} --json {{out}}/calibration.json", needs_s=30),
         part("resume", 300, f"{train} train.steps=2 train.activations=block checkpoint.every=0 "
                             f"checkpoint.resume={scratch}/step run.dir={scratch}/resume", needs_s=150 * long),
         part("two-layers", 300, f"{few} --runs {','.join(f'{n}:{policy}' for n, policy in runs)} --json {{out}}/two-layers.json",
              needs_s=120 * long),
-        part("calibration", 90, f"plan.py calibrate {model} --json {{out}}/calibration.json", needs_s=30),
         part("ranks-equal", 150, f"check.py --train --processes 4 --timeout 140 --json {{out}}/ranks-equal.json --config {model} "
                                  f"model.num_layers=2 data.seq_len={tokens // 8} attention.layout=zigzag", needs_s=40),
         # Tiles so small that attention, not a tile's MLP, is what needs most memory at each of these lengths.
