@@ -204,3 +204,14 @@ def test_steps_may_begin_at_any_sample_and_a_description_tells_other_data():
     same, *others = (PackedDataset(tokens, s, length, seed=seed, content=content) for s, length, seed, content in (
         (starts, 10, 0, "a"), (starts, 20, 0, "a"), (starts, 10, 1, "a"), (starts, 10, 0, "b"), (np.array([0, 31, 100]), 10, 0, "a")))
     assert same.description() == dataset.description() and all(other.description() != dataset.description() for other in others)
+
+
+def test_of_max_samples_the_first_are_served_over_and_over_and_the_description_says_so():
+    every = PackedDataset(TOKENS, STARTS, 16, seed=3)
+    few = PackedDataset(TOKENS, STARTS, 16, seed=3, max_samples=2)
+    for sample in range(3 * every.num_samples):
+        assert whole(few, sample).tolist() == whole(every, sample % 2).tolist()
+        assert few.cu_seqlens(sample).tolist() == every.cu_seqlens(sample % 2).tolist()
+    assert few.description() == every.description() | {"max_samples": 2}
+    many = PackedDataset(TOKENS, STARTS, 16, seed=3, max_samples=10**6)
+    assert whole(many, many.num_samples).tolist() == whole(many, 0).tolist()

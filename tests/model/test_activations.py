@@ -80,6 +80,21 @@ def test_a_batch_of_several_sequences_and_two_backwards_in_turn_have_the_same_bi
         assert all(torch.equal(a, b) for a, b in zip(found[policy], found["none"], strict=True)), policy
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_host_memory_that_is_pinned_ahead_is_what_a_step_takes(bf16):
+    made = model(activations="offload")
+    made.store.chunk_bytes, made.store.copies, asked = 256, True, []
+    made.store.reserve = lambda chunks, device: asked.append(chunks)
+    tokens, labels = batch(50)
+    made.reserve_host(50, 2 if bf16 else 4, torch.device("cpu"))
+    step(made, tokens, torch.arange(50), labels, "contiguous", bf16=bf16)
+    assert asked == [made.store.num_chunks] and asked[0] > 3 * PLAIN.num_layers
+    for layer in made.layers:
+        layer.activations = "block"
+    made.reserve_host(50, 4, torch.device("cpu"))
+    assert len(asked) == 1
+
+
 def test_block_takes_any_attention_and_the_others_say_what_they_need():
     attention = functools.partial(simulate, cp_size=3, kernel="reference", deterministic=True)
     tokens, labels = batch(20)

@@ -64,6 +64,19 @@ def test_flops_are_six_per_weight_and_token_and_twelve_per_head_dim_and_pair():
     assert LayerPairs((Mask(),), 2, 1000).of(None) == 2 * 1000 * 1001 // 2
 
 
+def test_one_batch_over_and_over_is_learnt_and_without_evaluation_sequences_nothing_is_evaluated(tmp_path):
+    cfg = config(steps=3, eval_sequences=0, eval_every=1)
+    cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, max_samples=1))
+    summary = train(cfg, single(), text(cfg), tmp_path)
+    losses = [row["loss"] for row in rows_of(tmp_path, "train")]
+    assert losses[0] > losses[1] > losses[2] and rows_of(tmp_path, "eval") == [] and summary["heldout_loss"] is None
+    passkey = dataclasses.replace(cfg.eval, passkey=dataclasses.replace(cfg.eval.passkey, lengths=[64]))
+    with pytest.raises(ValueError, match="train.eval_sequences=0 evaluates nothing"):
+        validate(dataclasses.replace(cfg, eval=passkey), 1)
+    with pytest.raises(ValueError, match="data.max_samples=0: must be at least 1"):
+        validate(dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, max_samples=0)), 1)
+
+
 @pytest.mark.parametrize("tied", (False, True))
 def test_weights_of_products_are_all_but_norms_and_the_embedding_table(tied):
     model = Transformer(ModelConfig(vocab_size=11, dim=8, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=12,
