@@ -46,9 +46,13 @@ class Evaluation(NamedTuple):
         return [dataclasses.asdict(bucket) for bucket in self.by_position]
 
 
+class Interrupted(Exception):
+    """Some rank was told to stop: all of them raise it after the same sample, and what was measured so far is dropped."""
+
+
 @torch.no_grad()
 def evaluate(trainer: Trainer) -> Evaluation:
-    """Of the first eval_sequences held-out samples, spread over dp."""
+    """Of the first eval_sequences held-out samples, spread over dp. Raises Interrupted."""
     world, heldout = trainer.world, trainer.data.heldout
     num_buckets = int(bucket_of(np.array(heldout.seq_len - 1))) + 1
     sums, counts = (torch.zeros(num_buckets, dtype=torch.float64, device=world.device) for _ in range(2))
@@ -66,7 +70,7 @@ def evaluate(trainer: Trainer) -> Evaluation:
 
 def scored(trainer: Trainer, dataset: Samples, count: int) -> Iterator[tuple[ShardedBatch, TokenLoss, int]]:
     """(this rank's rows, their losses, the number of the sample) of those of samples 0 .. count - 1 that are this rank's ring's;
-    under torch.no_grad. All ranks must come here, and go through to the end."""
+    under torch.no_grad. All ranks must come here, and go through to the end, or to Interrupted."""
     world = trainer.world
     trainer.model.eval()
     # The same number of forwards on every rank, as sharded weights want it: a ring without a sample of its own repeats the last.
@@ -76,6 +80,9 @@ def scored(trainer: Trainer, dataset: Samples, count: int) -> Iterator[tuple[Sha
         scores = token_losses(trainer, sharded)
         if sample == first + world.dp_rank:
             yield sharded, scores, sample
+        if world.sum(float(trainer.asked_to_stop()))[0]:
+            reshard(trainer.model)
+            raise Interrupted
     reshard(trainer.model)
 
 

@@ -19,7 +19,7 @@ from ringflash.degrees import shard_size
 from ringflash.ring import post_mortem, watchdog
 from ringflash.ring.heads import HeadSplit
 from ringflash.train.checkpoint import Checkpoints, ResumeError, SaveError
-from ringflash.train.evaluation import evaluate
+from ringflash.train.evaluation import Interrupted, evaluate
 from ringflash.train.exit_codes import REFUSED, TOLD
 from ringflash.train.mfu import Meter
 from ringflash.train.passkey import recall
@@ -51,7 +51,6 @@ class Progress:
     skipped_last: int = 0
     evaluated: int = 0  # the step of the newest evaluation
     heldout_loss: float | None = None
-
     passkey_found: float | None = None
 
     def add(self, result: StepResult, step_s: float, is_skipped: bool) -> None:
@@ -84,17 +83,14 @@ def train(cfg: Config, world: World, data: Data, folder: Path | None, stop: Stop
         stop.arm(cfg.checkpoint.grace_s)
     start = time.perf_counter() - progress.time_s
     try:
-        if progress.step and _evaluation_is_due(cfg, progress):
-            # The one that the checkpoint of a run that was told to stop came before.
-            _evaluate(trainer, meter, recorder, progress, start)
+        # An evaluation takes the time that the checkpoint of a run that is told to stop needs: such a run leaves it out, or drops
+        # it half done, and makes up for it here, after the resume.
+        is_told = progress.step > 0 and _evaluate_if_due(trainer, meter, recorder, progress, start)
         while True:
-            is_told = False
-            if progress.step < cfg.train.steps:
+            if progress.step < cfg.train.steps and not is_told:
                 with traces.step(progress.step):
                     is_told = _step(trainer, meter, recorder, progress, start)
-            # Told to stop: an evaluation would take the time that the checkpoint needs, and is made up for after the resume.
-            if _evaluation_is_due(cfg, progress) and not is_told:
-                _evaluate(trainer, meter, recorder, progress, start)
+            is_told = is_told or _evaluate_if_due(trainer, meter, recorder, progress, start)
             if checkpoints.due(progress.step) or is_told:
                 with _saving(stop, recorder):
                     progress.time_s = time.perf_counter() - start
@@ -182,13 +178,24 @@ def _evaluation_is_due(cfg: Config, progress: Progress) -> bool:
     return bool(due) and progress.evaluated != progress.step and cfg.train.eval_sequences > 0
 
 
+def _evaluate_if_due(trainer: Trainer, meter: Meter, recorder: Recorder, progress: Progress, start: float) -> bool:
+    """Whether the ranks are to stop: then there is no evaluation."""
+    if not _evaluation_is_due(trainer.cfg, progress):
+        return False
+    try:
+        _evaluate(trainer, meter, recorder, progress, start)
+        return False
+    except Interrupted:
+        return True
+
+
 def _evaluate(trainer: Trainer, meter: Meter, recorder: Recorder, progress: Progress, start: float) -> None:
     watchdog.at(stage=f"evaluation after step {progress.step}")
-    evaluation = evaluate(trainer)
-    recorder.evaluation({"step": progress.step, "heldout_loss": evaluation.loss, "valid_tokens": evaluation.tokens,
-                         "by_position": evaluation.rows(), "peak_memory_gib": meter.memory() / 2**30,
-                         "time_s": time.perf_counter() - start})
+    evaluation, peak = evaluate(trainer), meter.memory()
     found = recall(trainer)
+    recorder.evaluation({"step": progress.step, "heldout_loss": evaluation.loss, "valid_tokens": evaluation.tokens,
+                         "by_position": evaluation.rows(), "peak_memory_gib": peak / 2**30,
+                         "time_s": time.perf_counter() - start})
     if found is not None:
         meter.memory()
         progress.passkey_found = found.mean()

@@ -9,6 +9,7 @@ import torch
 from train_ranks import text, tiny
 
 from ringflash.config import OptimConfig
+from ringflash.ring import watchdog
 from ringflash.train.loop import train
 from ringflash.train.stopping import StopRequest
 
@@ -26,13 +27,17 @@ def kept(cfg=None, *, optim=ADAMW, model=None, steps=6, **checkpoint):
 
 
 class StopAfter(StopRequest):
-    """Is asked once in every step: says yes in the given one. Draws random numbers there, as a user's own code might."""
+    """Is asked once in every step and after every sample of an evaluation: says yes in the given step, or after the given number of
+    samples of all evaluations. Draws random numbers when it counts, as a user's own code might."""
 
-    def __init__(self, steps: int | None = None):
+    def __init__(self, steps: int | None = None, *, samples: int | None = None):
         super().__init__()
-        self.left, self.drawn = steps, []
+        self.left, self.drawn = steps if samples is None else samples, []
+        self.stage = "optimizer step " if samples is None else "evaluation after step "
 
     def asked(self) -> bool:
+        if not watchdog._record.stage.startswith(self.stage):
+            return False
         self.drawn.append((torch.rand(1).item(), random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn()))
         if self.left is not None:
             self.left -= 1

@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 import torch
-from checkpoint_runs import StopAfter, figures, go, kept, rows
+from checkpoint_runs import StopAfter, figures, go, kept, rows, whole
 from train_ranks import run_ranks, text, tiny, with_train
 
 from ringflash.kernels.intervals import accumulate_dtype
@@ -153,5 +153,21 @@ def test_an_evaluation_that_a_stop_came_before_is_made_up_for_after_the_resume_o
     # Told to stop after step 4, where an evaluation is due.
     assert go(cfg, single(), tmp_path / "stopped", stop=StopAfter(4))[0] is None
     assert [row["step"] for row in rows(tmp_path / "stopped", "eval")] == [2]
+    go(cfg, single(), tmp_path / "stopped")
+    assert figures(tmp_path / "stopped") == figures(tmp_path / "plain")
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_a_stop_in_the_middle_of_an_evaluation_is_taken_at_once_and_the_evaluation_made_up_for(tmp_path, samples):
+    cfg = kept(every=1000)
+    go(cfg, single(), tmp_path / "plain")
+    # Two samples after every second step: told within the evaluation after step 2, or after 4.
+    step = 2 * (samples + 1) // 2
+    assert go(cfg, single(), tmp_path / "stopped", stop=StopAfter(samples=samples))[0] is None
+    assert whole(tmp_path / "stopped") == [f"step-{step:08d}"]
+    assert [row["step"] for row in rows(tmp_path / "stopped", "eval")] == list(range(2, step, 2))
+    # Once more within the one that is made up for: the same checkpoint is still the one to go on from.
+    assert go(cfg, single(), tmp_path / "stopped", stop=StopAfter(samples=1))[0] is None
+    assert whole(tmp_path / "stopped") == [f"step-{step:08d}"]
     go(cfg, single(), tmp_path / "stopped")
     assert figures(tmp_path / "stopped") == figures(tmp_path / "plain")

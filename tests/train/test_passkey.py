@@ -182,7 +182,7 @@ def test_a_key_is_found_if_all_of_its_tokens_are_at_its_own_length_and_depth():
     data = open_data(cfg)
     # Of the first length: depth 1 always, depth 0 never a whole key, depth 0.5 in one of four. Of the second: all.
     wrong = Finder(lambda n: 0 if n >= 12 else {0: 1, 1: 0 if n == 4 else 2, 2: 0}[n % 3])
-    trainer = SimpleNamespace(cfg=cfg, world=single(), data=data, model=wrong, dtype=torch.float32,
+    trainer = SimpleNamespace(cfg=cfg, world=single(), data=data, model=wrong, dtype=torch.float32, asked_to_stop=lambda: False,
                               shard=lambda batch: Trainer.shard(SimpleNamespace(cfg=cfg, world=single()), batch))
     found = recall(trainer)
     assert (found.lengths, found.depths, found.samples) == ([16, 40], [0.0, 0.5, 1.0], 4)
