@@ -14,6 +14,7 @@ from ringflash.planning.step_time import mask_pairs
 
 MEMORY_ERROR, TIME_ERROR = 0.05, 0.10  # of predictions
 LEAST_TFLOPS = 400.0  # of the model, causal-exact, at the length of the longest step of all layers
+RINGS = (1, 2, 4)
 FLAT, LINEAR = 0.12, 0.05  # memory over the ranks of a ring at equal rows (the ring's buffers, at most); over rows at equal ranks
 RUNS, FILES = ("step", "resume"), ("two-layers", "ranks-memory")
 
@@ -155,7 +156,7 @@ def _ranks(records: Sequence[dict]) -> list[Claim]:
     peaks: dict[int, dict[int, float]] = {}  # by rows of a rank, by ranks
     for record in records:
         peaks.setdefault(record["tokens"] // record["gpus"], {})[record["gpus"]] = record["peak_gib"]
-    flat = [max(of.values()) / min(of.values()) - 1 for of in peaks.values() if len(of) > 1]
+    flat = [max(of.values()) / min(of.values()) - 1 for of in peaks.values() if set(RINGS) <= set(of)]
     said = "; ".join(f"{rows:,} rows: " + ", ".join(f"{gib:.2f}" for _, gib in sorted(of.items()))
                      for rows, of in sorted(peaks.items()))
     ring = " ".join(str(ranks) for ranks in sorted({record["gpus"] for record in records}))

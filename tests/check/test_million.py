@@ -68,6 +68,8 @@ def test_memory_of_ranks_is_flat_over_rings_and_linear_in_rows_or_the_claim_fail
     assert held(ranks(lambda rows, n: 1 + rows / 10 + n / 100), "memory of a rank") == [True, True]
     assert held(ranks(lambda rows, n: 1 + rows * n / 10), "memory of a rank")[0] is False
     assert held(ranks(lambda rows, n: 1 + rows * rows / 10), "memory of a rank")[1] is False
+    without = [one for one in ranks(lambda rows, n: 1 + rows / 10) if one["gpus"] < 4]
+    assert held(without, "memory of a rank") == [None, True], "a ring that was not measured is no ring that held"
 
 
 def test_a_report_reads_what_the_parts_leave_in_several_folders_and_keeps_every_figure(tmp_path, capsys):
