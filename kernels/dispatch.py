@@ -2,7 +2,8 @@
 
     name                                                      the name a user gives
     unavailable(device, dtype, head_dim, deterministic, head_dim_v=None)  -> why it cannot run that here, or None
-    forward(q, k, v, intervals, *, softmax_scale, softcap=0.0, state, lse, out, first, spare_sms=0)
+    forward(q, k, v, intervals, *, softmax_scale, softcap=0.0, state, lse, out, first, spare_sms=0), and turn=None where the
+        module says takes_turns = True: then a ring gives `out` at every visit, with what the other visits see (intervals.Turn)
     backward(dout, q, k, v, lse, delta, intervals, *, softmax_scale, softcap=0.0, dq, dk, dv, accumulate_dq, accumulate_dkv,
              deterministic, spare_sms=0)
     delta(dout, out, dlse=None)

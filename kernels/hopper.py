@@ -14,7 +14,7 @@ import sys
 import torch
 from torch import Tensor
 
-from .intervals import Intervals
+from .intervals import Intervals, Turn
 from .reference import check_softcap
 from .visits import check_forward, loadable, with_positive_scale, write_nothing_seen
 from .warming import warm
@@ -25,6 +25,7 @@ BACKWARD_HEAD_DIMS = (64, 128)
 DTYPES = (torch.float16, torch.bfloat16)
 CAPABILITY = (9, 0)  # wgmma is of this one alone: neither 8.x nor 10.x has it
 OLDEST_TRITON = (3, 6)
+takes_turns = True
 
 # By device and stream (see `_counter`).
 _counters: dict[tuple[int, int], Tensor] = {}
@@ -82,18 +83,20 @@ def forward(
     lse: Tensor,  # INOUT [B, Hq, Sq] fp32, natural log, last stride 1
     out: Tensor | None,  # OUT   [B, Sq, Hq, D] input dtype, last stride 1
     first: bool,
+    turn: Turn | None = None,
     spare_sms: int = 0,  # multiprocessors that the persistent grid leaves to others (at least one stays in use)
 ) -> None:
     """Fold one visit into (state, lse), or on the last visit into out. Rows that saw nothing give 0 and -inf.
 
-    first: state and lse are written, never read. out given: the last visit; state is then left as it was.
+    first: state and lse are written, never read. out given: the last visit; state is then left as it was. turn: out is given at
+    every visit; a query tile goes from state to out with the last visit that any of its rows has.
     """
     check_softcap(softcap)
     check_forward(state, lse, out, first)
     if 0 in q.shape:
         return
     if 0 in k.shape or intervals.is_empty:
-        write_nothing_seen(state, lse, out, first)
+        write_nothing_seen(state, lse, out, first, turn)
         return
     from .hopper_forward import forward_kernel, forward_launch
     from .launching import launch
@@ -104,7 +107,7 @@ def forward(
         sms = torch.cuda.get_device_properties(q.device).multi_processor_count
         grid, arguments, options = forward_launch(
             loadable(q), loadable(k), loadable(v), intervals, _counter(q.device), state, lse, written, softmax_scale, softcap,
-            first, sms - spare_sms)
+            first, sms - spare_sms, turn)
         launch(forward_kernel, grid, arguments, options)
     if written is not out:
         out.copy_(written)

@@ -17,6 +17,7 @@ from .gluon_shim import describe
 from .hopper_backward_items import key_items
 from .hopper_backward_kernel import backward_kernel
 from .hopper_backward_prepare import prepare
+from .hopper_forward import even_section
 from .intervals import Intervals
 from .launching import launch
 from .triton_backward import exponent
@@ -25,9 +26,9 @@ from .triton_tiles import tile_for
 from .visits import describable, loadable, write_no_gradient
 
 KEYS = 128  # of a tile: fewer would double the traffic of dq
-# Heads walked together: with one at a time the last wave is long where a head has few tiles (8k rows, 8 kv heads, causal: 80% of
-# the SMs' time used, against 98%), with all of them q and dout do not stay in L2.
-SECTION_BYTES = 48 << 20
+# Heads walked together: with one at a time the last wave is long where a head has few tiles or some long ones (8k rows, 8 kv
+# heads, causal: 80% of the SMs' time used, against 98%), with all of them q and dout do not stay in L2.
+SECTION_BYTES = 56 << 20
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def backward_launch(
     block_m, half = variant.block_m, KEYS // 2
     dq_block = (1, block_m // 2, 1, head_dim) if variant.by_rows else (1, block_m, 1, head_dim // 2)
     num_kv_total = batch * num_kv_heads
-    items, shared = key_items(intervals, block_m, KEYS, num_heads // num_kv_heads, num_kv_total, sms, cut=dq is not None,
+    items, shared, longest = key_items(intervals, block_m, KEYS, num_heads // num_kv_heads, num_kv_total, sms, cut=dq is not None,
                               accumulate=accumulate)
     if shared is not None and not accumulate:
         for x in (dk, dv):
@@ -162,7 +163,7 @@ def backward_launch(
         dq_scale=1.0 if folded else softmax_scale, dk_scale=float(dk_sign) * (1.0 if folded else softmax_scale),
         dv_scale=1.0 / softmax_scale if folded else 1.0, softcap=float(softcap),
         num_k=num_k, num_heads=num_heads, group=num_heads // num_kv_heads, num_kv_total=num_kv_total,
-        section=_section(q, num_kv_total), num_items=items.shape[0],
+        section=_section(q, num_kv_total, longest), num_items=items.shape[0],
         D=head_dim, BM=block_m, HALF=half, BY_ROWS=variant.by_rows, INIT_DP=variant.init_dp,
         # a cap keeps its slope beside p: only so do the registers suffice
         PACKED=variant.packed or capped, LATE=variant.late or capped, CAPPED=capped, FOLDED=folded, WITH_DQ=dq is not None,
@@ -177,7 +178,8 @@ def _folded(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16
 
 
-def _section(q: Tensor, num_kv_total: int) -> int:
-    """kv heads (of num_kv_total, over all batches) whose queries take about SECTION_BYTES (q and dout) together; at least 1."""
-    per_head = 2 * q.shape[0] * q.shape[1] * q.shape[2] * q.shape[3] * q.element_size() // num_kv_total
-    return max(1, min(num_kv_total, SECTION_BYTES // per_head))
+def _section(q: Tensor, num_kv_total: int, longest: int) -> int:
+    """kv heads that are walked together, of num_kv_total, over all batches: those of which a longest program's queries (`longest`
+    rows of q and dout, for each head of the group) take about SECTION_BYTES together."""
+    per_head = 2 * q.shape[0] * longest * q.shape[2] * q.shape[3] * q.element_size() // num_kv_total
+    return even_section(num_kv_total, SECTION_BYTES // max(1, per_head))

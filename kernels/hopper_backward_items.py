@@ -22,9 +22,10 @@ WORTH = 0.85
 
 def key_items(
     intervals: Intervals, block_m: int, block_n: int, group: int, num_kv_total: int, sms: int, *, cut: bool, accumulate: bool,
-) -> tuple[Tensor, tuple[int, int] | None]:
-    """(int32 [items, RECORD] on the device, most steps first; the first and the stop row of the keys that programs share, or None);
-    kept with the intervals. group: query heads per kv head; num_kv_total: kv heads of all batches. cut: programs may share keys.
+) -> tuple[Tensor, tuple[int, int] | None, int]:
+    """(int32 [items, RECORD] on the device, most steps first; the first and the stop row of the keys that programs share, or None;
+    query rows of the longest program); kept with the intervals. group: query heads per kv head; num_kv_total: kv heads of all
+    batches. cut: programs may share keys.
     accumulate: all add to dk and dv, and key tiles that nobody sees need no program."""
     key = ("hopper", "key items", block_m, block_n, group, num_kv_total, sms, cut, accumulate)
     if key not in intervals.cache:
@@ -41,7 +42,8 @@ def key_items(
         full = (items[:, 3] - items[:, 2]).clamp(min=block_m)
         items[:, 5] = items[:, 2] + items[:, 0] // block_n * 2 * block_m % full
         items[:, 6] |= int(accumulate)
-        intervals.cache[key] = items.to(torch.int32).to(intervals.device), span
+        longest = int((items[:, 4] - items[:, 1]).max())
+        intervals.cache[key] = items.to(torch.int32).to(intervals.device), span, longest
     return intervals.cache[key]
 
 

@@ -15,7 +15,7 @@ from .hopper_forward_consumer import consumer
 from .hopper_forward_producer import producer
 from .hopper_forward_scheduler import TILE_INFO, scheduler
 from .hopper_forward_tiles import query_tiles
-from .intervals import Intervals
+from .intervals import Intervals, Turn
 
 LOG2_E = 1.4426950408889634
 
@@ -60,9 +60,9 @@ def forward_kernel(
     q_desc,  # IN    [B, Sq, Hq, D] descriptor, blocks of BLOCK_M rows
     k_desc,  # IN    [B, Sk, Hkv, D] descriptor, blocks of BLOCK_N rows
     v_desc,  # IN    likewise
-    out_desc,  # OUT   [B, Sq, Hq, D] descriptor like q's, input dtype (LAST; else unused)
-    state,  # INOUT [B, Sq, Hq, D] fp32 (read unless FIRST, written unless LAST; else unused)
-    lse,  # INOUT [B, Hq, Sq] fp32, natural log (read unless FIRST)
+    out_desc,  # OUT   [B, Sq, Hq, D] descriptor like q's, input dtype: tiles that end
+    state,  # INOUT [B, Sq, Hq, D] fp32: read where a tile does not start (never: FIRST), written where it does not end (never: LAST)
+    lse,  # INOUT [B, Hq, Sq] fp32, natural log, likewise; always written
     k_lo,  # IN    [Sq] int32, non-decreasing
     k_hi,  # IN    [Sq] int32, non-decreasing
     tiles,  # IN    [num_tiles, 8] int32, see `query_tiles`
@@ -133,6 +133,14 @@ def forward_kernel(
         ], [4, 4, 1, 1], [REGISTERS, REGISTERS, 24, 24])
 
 
+def even_section(heads: int, most: int) -> int:
+    """Heads of a section, at most `most` (at least one): a divisor of all where one is at least half as large, else as even as can be.
+    A smaller last section would end with its long tiles alone."""
+    most = max(1, min(most, heads))
+    divisor = max(n for n in range(1, most + 1) if heads % n == 0)
+    return divisor if 2 * divisor >= most else -(-heads // -(-heads // most))
+
+
 def forward_launch(
     q: Tensor,  # IN    [B, Sq, Hq, D], describable
     k: Tensor,  # IN    [B, Sk, Hkv, D], describable
@@ -146,6 +154,7 @@ def forward_launch(
     softcap: float,
     first: bool,
     num_ctas: int,  # at most: one per SM that may be used
+    turn: Turn | None = None,
 ) -> tuple[tuple[int], dict, dict]:
     """(grid, kernel arguments, options) of `forward_kernel`. Nothing is launched: a test compiles from the same arguments."""
     batch, num_q, num_heads, head_dim = q.shape
@@ -153,13 +162,13 @@ def forward_launch(
     tile = FORWARD_TILES[head_dim]
     group = num_heads // num_kv_heads
     by_sums = tile.by_sums and q.dtype == torch.bfloat16
-    # Where the state stays as it is, a query tile that sees nothing has nothing to write.
-    tiles = query_tiles(intervals, tile.rows, tile.block_n, by_sums, skip_empty=not first and out is None)
+    last = out is not None and (turn is None or turn.closes)
+    tiles = query_tiles(intervals, tile.rows, tile.block_n, by_sums, first, last, turn)
     num_tiles = tiles.shape[0]
     total = num_tiles * batch * num_heads
     per_group = 2 * num_k * head_dim * k.element_size()
-    section = min(batch * num_heads, max(1, tile.section_bytes // per_group) * group)
-    unused = first and out is not None
+    section = even_section(batch * num_heads, max(1, tile.section_bytes // per_group) * group)
+    unused = first and last
     # the stride of a dim of size 1 means nothing and would only cost another compile
     steps = [0 if unused or state.shape[i] == 1 else state.stride(i) for i in range(3)]
     lse_steps = [0 if lse.shape[i] == 1 else lse.stride(i) for i in range(2)]
@@ -175,6 +184,6 @@ def forward_launch(
         scale_log2=(softcap if softcap else softmax_scale) * LOG2_E, pre=softmax_scale / softcap if softcap else 0.0,
         D=head_dim, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, CONSUMERS=tile.consumers, Q_STAGES=tile.q_stages,
         STAGES=tile.stages, Q_REGISTERS=tile.q_registers, REGISTERS=tile.consumer_registers,
-        FIRST=first, LAST=out is not None, CAPPED=softcap > 0, BY_SUMS=by_sums,
+        FIRST=first, LAST=last, CAPPED=softcap > 0, BY_SUMS=by_sums,
     )
     return (max(1, min(total, num_ctas)),), arguments, {"num_warps": 4, "maxnreg": tile.max_registers}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from .gluon_shim import (
     fence_async_shared, gl, gluon, mbarrier, reinterpret, tma_store, tma_store_wait, warpgroup_mma, warpgroup_mma_wait)
-from .hopper_forward_scheduler import FINAL, any_failed, key_tile, next_tile
+from .hopper_forward_scheduler import ENDS, FINAL, STARTS, any_failed, first_key, next_tile
 from .hopper_forward_softmax import (
     LN_2, apply_mask, base_2, cap, pack, rescale, softmax, softmax_by_sums, softmax_of_first_tile, unpack)
 
@@ -84,7 +84,7 @@ def consumer(
     it = gl.to_tensor(0)  # steps since the kernel's start: stage and phase of the k and v barriers
     turn = gl.to_tensor(0)  # query tiles since the kernel's start: the same for q
     item = gl.to_tensor(0)  # of the scheduler
-    row0, head, batch, steps, high, masked, tile_hi, tile_lo, mode, item = next_tile(memory, barriers, item, 4)
+    row0, head, batch, steps, high, masked, top, low, mode, item = next_tile(memory, barriers, item, 4)
     while row0 >= 0:
         qs = turn % Q_STAGES
         q_own = q_s.index(qs * CONSUMERS + warpgroup)
@@ -92,9 +92,10 @@ def consumer(
         lo = gl.load(k_lo + row0 + own_rows, mask=valid, other=0)
         hi = gl.load(k_hi + row0 + own_rows, mask=valid, other=1 << 30)  # rows that do not exist see all: finite
         if FOLD:  # the accumulator starts as the running state, with weight 1
+            folds = (mode & STARTS) == 0
             acc = gl.load(state_pointers(state, batch, head, row0 + acc_rows, acc_cols, state_sb, state_ss, state_sh),
-                          mask=(row0 + acc_rows < num_q)[:, None], other=0.0)
-            ref = base_2(gl.load(lse_pointers(lse, batch, head, row0 + own_rows, lse_sb, lse_sh), mask=valid,
+                          mask=(row0 + acc_rows < num_q)[:, None] & folds, other=0.0)
+            ref = base_2(gl.load(lse_pointers(lse, batch, head, row0 + own_rows, lse_sb, lse_sh), mask=valid & folds,
                                  other=-float("inf")))
         else:
             acc = gl.zeros([BLOCK_M, D], gl.float32, acc_layout)
@@ -108,7 +109,7 @@ def consumer(
         this = it % STAGES
         mbarrier.wait(k_full.index(this), (it // STAGES) & 1)
         s_running = warpgroup_mma(q, k_s.index(this).permute((1, 0)), zero, use_acc=False, is_async=True)
-        if LAST and Q_STAGES > 1:
+        if Q_STAGES > 1:
             if turn > 0:  # the last tile's output has left its q buffer by now
                 tma_store_wait(0)
                 mbarrier.arrive(q_empty.index((turn - 1) % Q_STAGES), count=1)
@@ -116,7 +117,7 @@ def consumer(
         mbarrier.arrive(kv_empty.index(this), count=1)
         if CAPPED:
             s = cap(s, pre)
-        s = apply_mask(s, lo, hi, key_tile(0, high, masked, tile_hi, tile_lo) * BLOCK_N, cols)
+        s = apply_mask(s, lo, hi, first_key(0, high, masked, top, low, BLOCK_N), cols)
         p, ref, sums, shrink = softmax_of_first_tile(s, ref, scale_log2, FOLD)
         if FOLD:
             acc = rescale(acc, shrink)
@@ -125,7 +126,7 @@ def consumer(
         it += 1
         mbarrier.wait(k_full.index(it % STAGES), (it // STAGES) & 1, pred=steps > 1)
         for j in range(1, masked):
-            col0 = key_tile(j, high, masked, tile_hi, tile_lo) * BLOCK_N
+            col0 = first_key(j, high, masked, top, low, BLOCK_N)
             packed, acc, ref, sums, shrink = step(
                 q, memory, barriers, it, j + 1 < steps, packed, acc, ref, sums, shrink, lo, hi, col0, cols, scale_log2, pre, zero,
                 True, STAGES, CAPPED, dtype, p_layout, False)
@@ -135,8 +136,6 @@ def consumer(
                 q, memory, barriers, it, j + 1 < steps, packed, acc, ref, sums, shrink, lo, hi, 0, cols, scale_log2, pre, zero,
                 False, STAGES, CAPPED, dtype, p_layout, BY_SUMS)
             it += 1
-        if not LAST:
-            mbarrier.arrive(q_empty.index(qs), count=1)
         last = (it - 1) % STAGES
         mbarrier.wait(v_full.index(last), ((it - 1) // STAGES) & 1)
         acc_running = warpgroup_mma(unpack(packed, dtype, p_layout), v_s.index(last), acc, is_async=True)
@@ -151,35 +150,37 @@ def consumer(
             slot = ((item - 1) & 1) * CONSUMERS + warpgroup
             failed_s.index(slot).store(gl.where(row_sum < float("inf"), 0, 1))
             failed = any_failed(failed_s, slot, BLOCK_M, 4)
-            write = write & ((failed == 0) | (mode >= FINAL))
+            write = write & ((failed == 0) | ((mode & FINAL) != 0))
         valid = (row0 + own_rows < num_q) & write
         at = lse_pointers(lse, batch, head, row0 + own_rows, lse_sb, lse_sh)
         merged = gl.where(row_sum == 0, -float("inf"), (row_ref + gl.log2(row_sum)) * LN_2)
         if FOLD:  # the change alone is rounded: without one, lse stays as it was to the bit
-            before = gl.load(at, mask=valid, other=-float("inf"))
+            before = gl.load(at, mask=valid & folds, other=-float("inf"))
             grown = before + ((row_ref - base_2(before)) + gl.log2(row_sum)) * LN_2
             merged = gl.where(before == -float("inf"), merged, grown)
         gl.store(at, merged, mask=valid)
         turn += 1
-        next_row0, next_head, next_batch, steps, high, masked, tile_hi, tile_lo, next_mode, item = next_tile(
+        next_row0, next_head, next_batch, steps, high, masked, top, low, next_mode, item = next_tile(
             memory, barriers, item, 4)
         acc = warpgroup_mma_wait(0, deps=(acc_running,))
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, acc_layout))[:, None]
         if LAST:
-            if write:
-                q_own.store(acc.to(dtype))
-                fence_async_shared()
-                tma_store(out_desc, [batch, row0 + warpgroup * BLOCK_M, head, 0],
-                          reinterpret(q_own, dtype, [1, BLOCK_M, 1, D], out_desc.layout))
-            if Q_STAGES == 1:
-                tma_store_wait(0)
-                mbarrier.arrive(q_empty.index(0), count=1)
-        else:  # whole 32-byte sectors straight from registers
+            ends = write
+        else:
+            ends = write & ((mode & ENDS) != 0)
+            # whole 32-byte sectors straight from registers
             gl.store(state_pointers(state, batch, head, row0 + acc_rows, acc_cols, state_sb, state_ss, state_sh), acc,
-                     mask=(row0 + acc_rows < num_q)[:, None] & write)
+                     mask=(row0 + acc_rows < num_q)[:, None] & write & ((mode & ENDS) == 0))
+        if ends:
+            q_own.store(acc.to(dtype))
+            fence_async_shared()
+            tma_store(out_desc, [batch, row0 + warpgroup * BLOCK_M, head, 0],
+                      reinterpret(q_own, dtype, [1, BLOCK_M, 1, D], out_desc.layout))
+        if Q_STAGES == 1:
+            tma_store_wait(0)
+            mbarrier.arrive(q_empty.index(0), count=1)
         mode = next_mode
         row0 = next_row0
         head = next_head
         batch = next_batch
-    if LAST:
-        tma_store_wait(0)
+    tma_store_wait(0)

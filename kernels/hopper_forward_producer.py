@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from .gluon_shim import gl, gluon, mbarrier, reinterpret, tma_load
-from .hopper_forward_scheduler import key_tile, next_tile
+from .hopper_forward_scheduler import first_key, next_tile
 
 
 @gluon.jit
@@ -20,7 +20,7 @@ def producer(
     it = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     item = gl.to_tensor(0)
-    row0, head, batch, steps, high, masked, tile_hi, tile_lo, mode, item = next_tile(memory, barriers, item, 1)
+    row0, head, batch, steps, high, masked, top, low, mode, item = next_tile(memory, barriers, item, 1)
     while row0 >= 0:
         qs = turn % Q_STAGES
         mbarrier.wait(q_empty.index(qs), ((turn // Q_STAGES) & 1) ^ 1)
@@ -31,7 +31,7 @@ def producer(
         kv_head = head // group
         for j in range(steps):
             s = it % STAGES
-            row = key_tile(j, high, masked, tile_hi, tile_lo) * BLOCK_N
+            row = first_key(j, high, masked, top, low, BLOCK_N)
             mbarrier.wait(kv_empty.index(s), ((it // STAGES) & 1) ^ 1)
             mbarrier.expect(k_full.index(s), k_desc.block_type.nbytes)
             tma_load(k_desc, [batch, row, kv_head, 0], k_full.index(s),
@@ -43,4 +43,4 @@ def producer(
             tma_load(v_desc, [batch, row, kv_head, 0], v_full.index(s),
                      reinterpret(v_s.index(s), v_desc.dtype, [1, BLOCK_N, 1, D], v_desc.layout))
         turn += 1
-        row0, head, batch, steps, high, masked, tile_hi, tile_lo, mode, item = next_tile(memory, barriers, item, 1)
+        row0, head, batch, steps, high, masked, top, low, mode, item = next_tile(memory, barriers, item, 1)

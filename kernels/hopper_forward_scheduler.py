@@ -6,13 +6,15 @@ together.
 """
 from __future__ import annotations
 
+from . import hopper_forward_tiles as tiles
 from .gluon_shim import gl, gluon, mbarrier
 
-# Of a tile's mode: which consumers write their rows, and whether they do so even if a sum is not finite.
-ALL, FINAL = gl.constexpr(7), gl.constexpr(8)
+# Of a tile's mode: which consumers write their rows, and the marks of the table: FINAL: even if a sum is not finite.
+ALL, MARKS = gl.constexpr(7), gl.constexpr(8)  # MARKS: the lowest of their bits
+FINAL, STARTS, ENDS = (gl.constexpr(8 * mark) for mark in (tiles.FINAL, tiles.STARTS, tiles.ENDS))
 HEAD_BITS = gl.constexpr(20)  # mode and head share a number
 HEAD_MASK = gl.constexpr((1 << 20) - 1)
-TILE_INFO = gl.constexpr(8)  # row0 (-1: no more, -2: nothing yet), head and mode, batch, and the five numbers of `key_tile`
+TILE_INFO = gl.constexpr(8)  # row0 (-1: no more, -2: nothing yet), head and mode, batch, and the five numbers of `first_key`
 
 
 @gluon.jit
@@ -39,7 +41,8 @@ def scheduler(
             v = info_s.index(sent & 1).load(layout)
             steps = gl.sum(gl.where(i == 3, v, 0), 0)
             v = gl.where(i == 5, steps, v)
-            v = gl.where(i == 1, (v & HEAD_MASK) | ((FINAL | redo) << HEAD_BITS), v)
+            kept = v & (HEAD_MASK | ((STARTS | ENDS) << HEAD_BITS))
+            v = gl.where(i == 1, kept | ((FINAL | redo) << HEAD_BITS), v)
         elif tile < total:
             which = tile // (section * num_tiles)
             within = tile - which * (section * num_tiles)
@@ -49,8 +52,8 @@ def scheduler(
             batch = head_b // num_heads
             v = gl.load(tiles + rank * TILE_INFO + i)
             if BY_SUMS:
-                final = gl.sum(gl.where(i == 1, v, 0), 0)
-            v = gl.where(i == 1, (head_b - batch * num_heads) | ((ALL + FINAL * final) << HEAD_BITS), v)
+                final = gl.sum(gl.where(i == 1, v, 0), 0) & (FINAL // MARKS)
+            v = gl.where(i == 1, (head_b - batch * num_heads) | ((ALL + MARKS * v) << HEAD_BITS), v)
             v = gl.where(i == 2, batch, v)
         elif judged != 0:
             v = gl.full([TILE_INFO], -1, gl.int32, layout)
@@ -86,7 +89,7 @@ def any_failed(failed_s, slot, ROWS: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def next_tile(memory, barriers, item, WARPS: gl.constexpr):
-    """(row0 or -1, head, batch, steps, high, masked, tile_hi, tile_lo, mode, next item) of the CTA's next query tile."""
+    """(row0 or -1, head, batch, steps, high, masked, top, low, mode, next item) of the CTA's next query tile."""
     info_s = memory[3]
     info_full, info_empty = barriers[0], barriers[1]
     # every thread holds all eight, so that the sums below cost nothing
@@ -108,14 +111,14 @@ def next_tile(memory, barriers, item, WARPS: gl.constexpr):
     steps = gl.sum(gl.where(i == 3, v, 0), 0)
     high = gl.sum(gl.where(i == 4, v, 0), 0)
     masked = gl.sum(gl.where(i == 5, v, 0), 0)
-    tile_hi = gl.sum(gl.where(i == 6, v, 0), 0)
-    tile_lo = gl.sum(gl.where(i == 7, v, 0), 0)
-    return row0, head & HEAD_MASK, batch, steps, high, masked, tile_hi, tile_lo, head >> HEAD_BITS, item
+    top = gl.sum(gl.where(i == 6, v, 0), 0)
+    low = gl.sum(gl.where(i == 7, v, 0), 0)
+    return row0, head & HEAD_MASK, batch, steps, high, masked, top, low, head >> HEAD_BITS, item
 
 
 @gluon.jit
-def key_tile(step, high, masked, tile_hi, tile_lo):
-    """The key tile of a step: the `high` partial ones at the upper end, the other masked ones at the lower end, then the full
+def first_key(step, high, masked, top, low, BLOCK_N: gl.constexpr):
+    """The first key of a step's tile: the `high` partial ones at the upper end, the other masked ones at the lower end, then the full
     ones downwards. So each loop body is either masked or not, and the diagonal, which all heads need, comes first."""
-    tile = gl.where(step >= high, tile_lo + step - high, tile_hi - 1 - step)
-    return gl.where(step >= masked, tile_hi - 1 - step + masked - high, tile)
+    key = gl.where(step >= high, low + (step - high) * BLOCK_N, top - (step + 1) * BLOCK_N)
+    return gl.where(step >= masked, top - (step + 1 + high - masked) * BLOCK_N, key)

@@ -6,6 +6,8 @@ documents, windows, layouts, ranks or rings.
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -82,6 +84,30 @@ class Intervals:
 
     def __repr__(self) -> str:
         return f"Intervals(num_q={self.num_q}, num_k={self.num_k}, device={self.device}, is_empty={self.is_empty})"
+
+
+class Turn:
+    """Where a visit stands among all visits of one forward: what a backend needs to finish each row with the last visit that sees it,
+    rather than all of them at the end. Made by `turns`.
+
+    before: bool [num_q] on the CPU, rows whose state and lse hold something: earlier visits saw them, or it was put there beforehand
+    (sinks). later: likewise, rows that later visits see; closes: there are none. opens: it is the first visit, which also finishes
+    the rows that none sees. cache: as that of Intervals.
+    """
+
+    def __init__(self, before: Tensor, later: Tensor, opens: bool):
+        self.before, self.later, self.opens, self.closes = before, later, opens, not bool(later.any())
+        self.cache: dict = {}
+
+
+def turns(visits: Sequence[tuple[Tensor, Tensor]], has_state: bool) -> list[Turn]:
+    """One for each visit. visits: their k_lo, k_hi (CPU int32 [num_q] each) in order. has_state: every row's state holds something
+    before the first."""
+    nothing = torch.zeros(1, visits[0][0].shape[0], dtype=torch.bool)
+    seen = torch.stack([lo < hi for lo, hi in visits])
+    before = torch.cat((nothing, seen.cumsum(0).bool())) | has_state
+    later = torch.cat((seen.flip(0).cumsum(0).flip(0).bool(), nothing))
+    return [Turn(before[n], later[n + 1], n == 0) for n in range(len(visits))]
 
 
 def _check(side: str, lo: Tensor, hi: Tensor, limit: int) -> None:

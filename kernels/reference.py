@@ -18,9 +18,10 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor
 
-from .intervals import Intervals, accumulate_dtype
+from .intervals import Intervals, Turn, accumulate_dtype
 
 name = "reference"
+takes_turns = True
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -47,10 +48,12 @@ def forward(
     lse: Tensor,  # INOUT [B, Hq, Sq] acc
     out: Tensor | None,  # OUT   [B, Sq, Hq, Dv] q.dtype; given in the last visit, which then need not write state
     first: bool,  # state and lse are written, not read
+    turn: Turn | None = None,  # out is given in every visit: the last that sees a row writes it
     spare_sms: int = 0,  # nothing here to spare: no persistent grid
 ) -> None:
     """Fold softmax(softmax_scale * q k^T) v over the visit's intervals into (state, lse). A row without keys adds nothing:
-    in the first visit it gets output 0 and lse -inf."""
+    in the first visit it gets output 0 and lse -inf. turn, which only backends with takes_turns are given: state and lse of rows
+    that no visit saw yet hold nothing, out and lse of those that no later visit sees are complete (Note [Folding])."""
     check_shapes(q, k, v, intervals)
     check_softcap(softcap)
     acc = accumulate_dtype(q.dtype)
@@ -62,6 +65,10 @@ def forward(
         # The rounding of lse is common to a row's p, and leaves with their sum.
         p = p / p.sum(-1, keepdim=True).masked_fill(visit_lse[..., None] == -torch.inf, 1.0)
         visit_out = torch.einsum("bhqk,bkhd->bqhd", p, _query_heads(v.to(acc), q.shape[2]))
+    seen = intervals.k_lo < intervals.k_hi
+    if turn is not None and not first:
+        fresh = seen & ~turn.before.to(q.device)
+        state[:, fresh], lse[:, :, fresh] = 0.0, -torch.inf
     if first:
         new_out, new_lse = visit_out, visit_lse
     else:
@@ -69,7 +76,10 @@ def forward(
     lse.copy_(new_lse)
     if state is not None:
         state.copy_(new_out)
-    if out is not None:
+    if turn is not None:
+        done = (seen | turn.opens) & ~turn.later.to(q.device)
+        out[:, done] = new_out[:, done].to(out.dtype)
+    elif out is not None:
         out.copy_(new_out)  # the one rounding to the input dtype
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .intervals import Turn
+
 ALIGNMENT_BYTES = 16  # of a tensor map's base and strides, in the hardware
 
 
@@ -25,11 +27,14 @@ def check_forward(state: Tensor | None, lse: Tensor, out: Tensor | None, first: 
         raise ValueError("forward: state may be None only when this visit is both the first and the last")
 
 
-def write_nothing_seen(state: Tensor | None, lse: Tensor, out: Tensor | None, first: bool) -> None:
-    """The forward of a visit in which no row sees a key."""
+def write_nothing_seen(state: Tensor | None, lse: Tensor, out: Tensor | None, first: bool, turn: Turn | None = None) -> None:
+    """The forward of a visit in which no row sees a key. With a turn, rows that are seen later are not read before."""
     if first:
         lse.fill_(-torch.inf)
         (state if out is None else out).zero_()
+    elif turn is not None:
+        if turn.opens:
+            out.zero_()
     elif out is not None:
         out.copy_(state)
 

@@ -13,6 +13,7 @@ import numpy as np
 from ringflash.layout import Layout
 from ringflash.mask import Mask
 from ringflash.planning.hardware import Hardware
+from ringflash.ring.gathered import visits_of
 from ringflash.ring.heads import HeadSplit
 from ringflash.ring.plan import Plan, build_plan
 from ringflash.ring.rotate import Heads, choose
@@ -151,7 +152,7 @@ def _loads(plan: Plan, pass_: str, degree: int, ranks_per_host: int) -> Loads:
     pairs, visits = np.zeros(shape), np.zeros(shape)
     for step in range(plan.num_steps):
         for rank in range(plan.cp_size):
-            pairs[step, rank], visits[step, rank] = plan.num_pairs(rank, step), len(plan.visits(rank, step))
+            pairs[step, rank], visits[step, rank] = plan.num_pairs(rank, step), len(visits_of(plan, rank, step))
     if pass_ == "backward" and num_steps > plan.num_steps and plan.rotates == "kv":
         # Note [A kernel for the last hop]: the visit of the later half of the own keys waits for the last step.
         share = 0.25 if plan.mask.causal else 0.5
@@ -191,9 +192,9 @@ def _buffers(plan: Plan, pass_: str) -> Buffers:
             else:
                 _need(received, (message.kind, message.lane, message.step % 2), message.num_rows)
         for step in range(plan.num_steps if pass_ == "backward" else 0):
-            for visit in plan.visits(rank, step):
+            for visit in visits_of(plan, rank, step):
                 if not visit.is_own:
-                    _need(own, (gradient, "partial", visit.lane, step % 2), visit.num_rows)
+                    _need(own, (gradient, "partial", getattr(visit, "lane", None), step % 2), visit.num_rows)
         sums = [_by_kind(slots, plan.kinds) for slots in (own, received)]
         weight = sum(rows[block] + 2 * rows[gradient] for rows in sums)
         if weight > most:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 from ringflash.layout import KINDS, LAYOUTS, Layout
 from ringflash.mask import Mask
 from ringflash.ring.documents import parse_documents
+from ringflash.ring.gathered import visits_of
 from ringflash.ring.heads import HeadSplit, valid_degrees
 from ringflash.ring.plan import Plan, build_plan
 from ringflash.ring.rotate import Heads, choose
@@ -171,9 +172,9 @@ def _pass(plan: Plan, pass_: str, layout: Layout, heads: Heads, machine: Machine
     for step in range(num_steps):
         kernel, whole = 0.0, 0.0
         for rank in range(plan.cp_size):
-            pairs, visits = float(plan.num_pairs(rank, step)) if step < plan.num_steps else 0.0, len(plan.visits(rank, step))
+            pairs, visits = float(plan.num_pairs(rank, step)) if step < plan.num_steps else 0.0, len(visits_of(plan, rank, step))
             if share and step in (0, num_steps - 1):
-                pairs, visits = plan.num_pairs(rank, 0) * (share if step else 1 - share), len(plan.visits(rank, 0))
+                pairs, visits = plan.num_pairs(rank, 0) * (share if step else 1 - share), len(visits_of(plan, rank, 0))
             busy = pairs * flops_per_pair / (tflops * 1e9) + visits * machine.visit_us / 1e3
             hop = max(inside.get((rank, step), 0) / machine.inside_gb_s, across.get((rank, step), 0) / machine.across_gb_s) / 1e6
             hop += machine.exchange_us / 1e3 if plan.sends(rank, step, pass_) or plan.recvs(rank, step, pass_) else 0.0

@@ -5,18 +5,19 @@ steps those of all ranks in one process.
 """
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ringflash.kernels.dispatch import Backend
-from ringflash.kernels.intervals import Intervals, accumulate_dtype
+from ringflash.kernels.intervals import Intervals, Turn, accumulate_dtype, turns
 from ringflash.ring import tracing
 from ringflash.ring.buffers import Rows
 from ringflash.ring.cache import BoundedCache
 from ringflash.ring.exchange import Exchange, Parcels, Pending
+from ringflash.ring.gathered import GatheredVisit, visits_of
 from ringflash.ring.travel import Blocks, Gradients
 from ringflash.ring.wires import HeadWire, QueryWire, Tensors
 
@@ -27,6 +28,7 @@ Waits = Generator[Pending, None, None]
 
 _ENTRY_BYTES = 16 << 10  # an Intervals of few rows: objects, not data (measured 12 KiB); and what a kernel derives from it
 _intervals = BoundedCache(max_weight=256 << 20)
+_turns = BoundedCache(max_weight=64 << 20)
 
 
 def drive(waits: Waits) -> None:
@@ -34,7 +36,9 @@ def drive(waits: Waits) -> None:
         pending.wait()
 
 
-def intervals_of(plan: Plan, visit: Visit, device: torch.device, rows: tuple[int, int] | None = None) -> Intervals:
+def intervals_of(
+    plan: Plan, visit: Visit | GatheredVisit, device: torch.device, rows: tuple[int, int] | None = None
+) -> Intervals:
     """The visit's intervals on `device`; kept (least recently used first out) up to 256 MiB, as every layer asks for the same.
 
     rows: of the visit's key rows only those from the first to before the second number.
@@ -47,8 +51,20 @@ def intervals_of(plan: Plan, visit: Visit, device: torch.device, rows: tuple[int
         # Where the Q side travels the plan is that of the transposed mask: its "queries" are keys.
         return Intervals.from_host(*(ends if plan.rotates == "kv" else ends[2:] + ends[:2]), device)
 
-    key = (plan.key, visit.rank, visit.step, visit.owner, visit.lane, visit.part, rows, device)
+    key = (plan.key, visit.key[1:], rows, device)
     return _intervals.get_or_make(key, make, lambda made: _ENTRY_BYTES + 16 * (made.num_q + made.num_k))
+
+
+def turns_of(plan: Plan, rank: int, has_sinks: bool) -> Sequence[Turn]:
+    """The place of each visit of a rank among those of a forward, in their order; kept like intervals. has_sinks: every row's state
+    holds something from the start."""
+    def make() -> list[Turn]:
+        visits = [visit for step in range(plan.num_steps) for visit in visits_of(plan, rank, step)]
+        # Copied: the plan's arrays are read-only, which torch cannot express.
+        return turns([tuple(torch.from_numpy(end.copy()) for end in visit.intervals()[:2]) for visit in visits], has_sinks)
+
+    return _turns.get_or_make((plan.key, rank, has_sinks), make,
+                              lambda made: sum(_ENTRY_BYTES + 2 * turn.before.shape[0] for turn in made))
 
 
 def without_rows(x: Tensor, rows: Rows, dim: int = 1) -> Tensor:
@@ -59,10 +75,6 @@ def without_rows(x: Tensor, rows: Rows, dim: int = 1) -> Tensor:
     for start, stop in rows:
         x.narrow(dim, start, stop - start).zero_()
     return x
-
-
-def _visits(plan: Plan, rank: int, step: int) -> tuple[Visit, ...]:
-    return plan.visits(rank, step) if step < plan.num_steps else ()
 
 
 def _post(exchange: Exchange, pass_: str, step: int, sends: Parcels, recvs: Parcels) -> Pending | None:
@@ -83,8 +95,9 @@ def forward(
     """
     q = without_rows(q, plan.dead_q(rank))
     k, v = (without_rows(x, plan.dead_k(rank)) for x in (k, v))
-    remaining = sum(len(_visits(plan, rank, step)) for step in range(plan.num_steps))
+    remaining = sum(len(visits_of(plan, rank, step)) for step in range(plan.num_steps))
     first = sinks is None
+    places = turns_of(plan, rank, not first) if remaining > 1 and getattr(backend, "takes_turns", False) else None
     if remaining == 0:
         out.zero_()
     if not first:
@@ -103,12 +116,13 @@ def forward(
             exchange, "forward", step,
             [(message, keys.outgoing(message)) for message in plan.sends(rank, step, "forward")],
             [(message, keys.incoming(message)) for message in plan.recvs(rank, step, "forward")])
-        for visit in _visits(plan, rank, step):
+        for visit in visits_of(plan, rank, step):
             remaining -= 1
+            turn = {} if places is None else {"turn": places[-1 - remaining]}
             with tracing.span("ring forward step {}: kernel, block of {}", step, visit.owner):
                 backend.forward(
                     q, *keys.of(visit), intervals_of(plan, visit, q.device), softmax_scale=softmax_scale, softcap=softcap,
-                    state=state, lse=lse, out=out if remaining == 0 else None, first=first)
+                    state=state, lse=lse, out=out if turn or remaining == 0 else None, first=first, **turn)
             first = False
         if pending is not None:
             yield pending
@@ -183,7 +197,7 @@ def backward(
 def deferred_rows(plan: Plan, rank: int) -> tuple[int, int] | None:
     """The rank's own key rows whose visit waits for the last step of the backward (Note [A kernel for the last hop]): the later
     half, where K and V rotate and a gradient travels in that step, else None."""
-    last, rows = plan.num_backward_steps - 1, sum(visit.num_rows for visit in _visits(plan, rank, 0)[:1])
+    last, rows = plan.num_backward_steps - 1, sum(visit.num_rows for visit in visits_of(plan, rank, 0)[:1])
     if plan.rotates != "kv" or last < plan.num_steps or rows < 2:
         return None
     if not plan.sends(rank, last, "backward") and not plan.recvs(rank, last, "backward"):
@@ -196,13 +210,13 @@ def comes_home_early(plan: Plan, rank: int) -> bool:
     return any(m.is_home for step in range(plan.num_backward_steps - 1) for m in plan.recvs(rank, step, "backward"))
 
 
-def _backward_work(plan: Plan, rank: int, step: int) -> Iterator[tuple[Visit, tuple[int, int] | None]]:
+def _backward_work(plan: Plan, rank: int, step: int) -> Iterator[tuple[Visit | GatheredVisit, tuple[int, int] | None]]:
     """The visits of a step of the backward in their order, with the key rows that are done now (None: all)."""
     deferred = deferred_rows(plan, rank)
-    for visit in _visits(plan, rank, step):
+    for visit in visits_of(plan, rank, step):
         yield visit, (0, deferred[0]) if visit.is_own and deferred else None
     if deferred and step == plan.num_backward_steps - 1:
-        for visit in _visits(plan, rank, 0):
+        for visit in visits_of(plan, rank, 0):
             yield visit, deferred
 
 

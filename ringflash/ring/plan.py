@@ -86,9 +86,9 @@ class Visit:
 class Plan:
     """Made by build_plan; immutable. key: hashable, equal for equal plans.
 
-    routing: "ring" (neighbour to neighbour), "direct" (owner to reader) or "allgather" (owner to reader, all in one step; on
-    demand only). rows_by_routing: what the first two would send in a forward (the third: as the second). reason: why it is
-    direct; "as demanded" where the routing was the caller's choice, which asked_routing is.
+    routing: "ring" (neighbour to neighbour), "direct" (owner to reader) or "allgather" (owner to reader, all in one
+    step). rows_by_routing: what the first two would send in a forward (the third: as the second). reason: why it is
+    no ring; "as demanded" where the routing was the caller's choice, which asked_routing is.
 
     rotates: "kv", or "q": a plan for a backward in which the rows of q travel, with all that belongs to them. It is the plan of
     the transposed mask, so that everything here holds of it with the roles exchanged: `layout` is that of the keys, which stay,
@@ -207,8 +207,8 @@ def build_plan(
 ) -> Plan:
     """The plan of `mask` over q laid out by `layout` and k, v by `layout_k` (None: the same); of whole ring shards.
 
-    routing: "ring", "direct", "allgather", or "auto": ring, or direct where that sends clearly fewer rows (Note [Ring or direct]
-    in DESIGN.md).
+    routing: "ring", "direct", "allgather", or "auto": allgather where little is read, direct where that sends clearly fewer
+    rows, else ring (Note [Ring or direct] in DESIGN.md).
     lanes: the directions that a ring may use, +1 towards higher ranks, -1 towards lower ones (one alone demands a ring). The plan
     chooses per range of rows.
     rotates: "kv", or "q" for a backward in which the Q side travels (Note [What rotates in the backward]; see Plan).
@@ -270,6 +270,10 @@ def _build(
     plan.rows_by_routing = {
         "ring": routes.rows_rotated(demands, chosen), "direct": sum(demand.rows_read_elsewhere for demand in demands)}
     route = routes.Route(kinds=plan.kinds)
+    chunks = [layout_k.chunks(rank) for rank in range(size)]
+    if routing == "auto":
+        plan.reason = routes.why_allgather(demands, chunks)
+        routing = "allgather" if plan.reason else "auto"
     if routing in ("auto", "ring"):
         for demand, lane_of_segment in zip(demands, chosen):
             for lane in routes.LANES:
@@ -282,7 +286,7 @@ def _build(
         route = routes.Route(kinds=plan.kinds)
         routes.add_direct(route, demands, size)
     elif routing == "allgather":
-        routes.add_allgather(route, demands, chosen, size)
+        routes.add_allgather(route, demands, chunks, size)
     plan._file(reads, route)
     return plan
 

@@ -5,10 +5,13 @@ routing, its result is a `Route`: the stops at which rows are read and the messa
 """
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from ringflash.ring.gathered import Chunks, position_runs
 from ringflash.ring.message import KINDS, Message
 from ringflash.ring.ranges import RowRanges, num_rows, true_runs
 
@@ -16,6 +19,8 @@ UP, DOWN = 1, -1
 LANES = (UP, DOWN)
 DIRECT = 0  # the lane of what goes straight from its owner to a reader
 ROUTINGS = ("ring", "direct", "allgather")
+_FEW = 1 / 3  # of a full rotation's rows
+_MOST_HELD = 3  # times a rank's own rows, which a rank may have to hold at once
 _CLEAR_SAVING = 0.1  # of the ring's rows: less is not worth messages between any two ranks, of which more cross from host to host
 
 
@@ -116,6 +121,24 @@ def why_direct(rows: dict[str, int], ring: Route) -> str:
     return "a ring has steps without work" if len(steps) < max(steps, default=0) else ""
 
 
+def why_allgather(demands: list[Demand], chunks: Sequence[Chunks]) -> str:
+    """Why all that is read should be there at once, as one visit; "" where it should not.
+
+    Several blocks of which little is read: each would be a small kernel, and all together hide behind the visit of step 0.
+    """
+    cp_size, lengths = len(chunks), [sum(-(-(stop - start) // stride) for start, stop, stride in shard) for shard in chunks]
+    rows = sum(d.readers @ d.lengths * (np.arange(cp_size) != d.owner) for d in demands)
+    owners = sum(d.readers.any(axis=1) & (np.arange(cp_size) != d.owner) for d in demands)
+    if max(owners) < 3 or max(rows) > _MOST_HELD * max(lengths) or sum(rows) > _FEW * (cp_size - 1) * sum(lengths):
+        return ""
+    return "little is read" if all(position_runs(blocks_read(demands, rank), chunks) for rank in np.flatnonzero(rows)) else ""
+
+
+def blocks_read(demands: list[Demand], reader: int) -> list[tuple[int, RowRanges]]:
+    """(owner, rows) of all blocks of others of which a rank reads anything."""
+    return [(d.owner, d.rows_of(reader)) for d in demands if d.owner != reader and d.readers[reader].any()]
+
+
 def add_direct(route: Route, demands: list[Demand], cp_size: int) -> None:
     """Adds all messages of owners to readers, and home again, each rank sending to one and receiving from one in a step."""
     found = [(d.owner, int(reader), d.rows_of(reader)) for d in demands
@@ -128,24 +151,25 @@ def add_direct(route: Route, demands: list[Demand], cp_size: int) -> None:
         route.messages.append(Message(step + 1, gradient, reader, owner, owner, DIRECT, rows))
 
 
-def add_allgather(route: Route, demands: list[Demand], lanes: list[np.ndarray], cp_size: int) -> None:
+def add_allgather(route: Route, demands: list[Demand], chunks: Sequence[Chunks], cp_size: int) -> None:
     """Adds all messages of owners to readers in one step, and all gradients home in another: fewest exchanges, all rows at once.
 
-    lanes: what choose_lanes chose for a ring. A rank takes the blocks in the order in which that ring would have brought them
-    (where it has one direction), so out and lse are its bits where it brings each reader the same rows. The lane of a message is
-    1 + that number of hops (so it is neither a ring's nor DIRECT): no rank has two blocks of one lane.
+    chunks: of every owner's shard. A message is a run of rows between which, in order of position, no other owner's lie that the
+    reader reads (or a whole block, where there are too many such runs). The lane of the n-th message between two ranks is
+    1 + their distance + n * cp_size, so it is neither a ring's nor DIRECT, and no rank has two blocks of one lane.
     """
-    rows = {lane: sum(int(d.lengths[of_demand == lane].sum()) for d, of_demand in zip(demands, lanes)) for lane in LANES}
-    direction = UP if rows[UP] >= rows[DOWN] else DOWN
     block, gradient = route.kinds
-    for demand in demands:
-        distance = hops(demand.owner, cp_size, direction)
-        for reader in map(int, np.flatnonzero(demand.readers.any(axis=1))):
-            if reader != demand.owner:
-                rows_read, lane = demand.rows_of(reader), 1 + int(distance[reader])
-                route.messages.append(Message(0, block, demand.owner, reader, demand.owner, lane, rows_read))
-                route.stops.append((reader, 1, demand.owner, lane, rows_read))
-                route.messages.append(Message(2, gradient, reader, demand.owner, demand.owner, lane, rows_read))
+    for reader in range(cp_size):
+        blocks = blocks_read(demands, reader)
+        runs = position_runs(blocks, chunks)
+        parcels = blocks if runs is None else [(owner, ((start, stop),)) for owner, start, stop in runs]
+        number: Counter[int] = Counter()
+        for owner, rows in parcels:
+            lane = 1 + (reader - owner) % cp_size + number[owner] * cp_size
+            number[owner] += 1
+            route.messages.append(Message(0, block, owner, reader, owner, lane, rows))
+            route.stops.append((reader, 1, owner, lane, rows))
+            route.messages.append(Message(2, gradient, reader, owner, owner, lane, rows))
 
 
 def _steps_of(transfers: list[tuple[int, int, int]], cp_size: int) -> list[int]:

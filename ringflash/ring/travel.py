@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from ringflash.ring.buffers import Block, BufferPool, Rows, count_rows
 from ringflash.ring.exchange import Exchange
+from ringflash.ring.gathered import GatheredVisit, visits_of
 from ringflash.ring.wires import Tensors, Wire
 
 if TYPE_CHECKING:
@@ -29,7 +31,8 @@ class Blocks:
         self._resident: dict[tuple[int, int], Block] = {}   # (owner, lane) -> block
         self._arriving: dict[tuple[int, int], Block] = {}
         self._pool = BufferPool(wire.row_shape, wire.dtype, wire.device)
-        for step in range(num_steps(plan, pass_)):
+        self._gathered = gathered_visit(plan, rank)
+        for step in range(num_steps(plan, pass_) if self._gathered is None else 0):
             for message in plan.recvs(rank, step, pass_):
                 if not message.is_gradient:
                     self._pool.reserve(("recv", message.lane, step % 2), count_rows(message.rows))
@@ -41,17 +44,34 @@ class Blocks:
         return self._resident[message.owner, message.lane].part(message.rows, self._pool, slot).data
 
     def incoming(self, message: Message) -> Tensor:
-        # Two receive buffers per lane: one is read by this step's kernels while the other fills.
-        data = _receive_buffer(self._exchange, message, self._pool, ("recv", message.lane, message.step % 2))
+        if self._gathered is None:
+            # Two receive buffers per lane: one is read by this step's kernels while the other fills.
+            data = _receive_buffer(self._exchange, message, self._pool, ("recv", message.lane, message.step % 2))
+        else:
+            data = self._exchange.receive_buffer(message, self._pool.row_shape, self._pool.dtype)
+            if data is None:
+                _, first, stop = self._gathered.places[message.owner, message.lane]
+                data = self._pool.take(("gathered",), self._gathered.num_rows)[first:stop]
         self._arriving[message.owner, message.lane] = Block(message.rows, data)
         return data
 
-    def of(self, visit: Visit) -> Tensors:
+    def of(self, visit: Visit | GatheredVisit) -> Tensors:
         """The tensors of a visit's rows."""
         if visit.is_own:
             return self._own
+        if isinstance(visit, GatheredVisit):
+            return self._wire.split(self._side_by_side([self._resident[place].data for place in visit.places]))
         block = self._resident[visit.owner, visit.lane].part(visit.rows, self._pool, ("visit", visit.lane))
         return self._wire.split(block.data)
+
+    def _side_by_side(self, blocks: Sequence[Tensor]) -> Tensor:
+        """One buffer of all these rows: theirs, where they lie in one in this order."""
+        first, end = blocks[0], blocks[0].data_ptr()
+        for block in blocks:
+            if block.data_ptr() != end:
+                return torch.cat(list(blocks), out=self._pool.take(("joined",), sum(block.shape[0] for block in blocks)))
+            end += block.numel() * block.element_size()
+        return first.as_strided((sum(block.shape[0] for block in blocks), *first.shape[1:]), first.stride())
 
     def rows_of(self, owner: int, lane: int) -> Rows:
         return self._resident[owner, lane].rows
@@ -79,7 +99,7 @@ class Gradients:
         self._sum: dict[tuple[int, int], Block] = {}        # last step's visits plus what arrived during that step: leaves now
         self._arriving: list[tuple[tuple[int, int], Block]] = []
         self._homing: list[Block] = []
-        for step in range(plan.num_steps):
+        for step in range(plan.num_steps if gathered_visit(plan, rank) is None else 0):
             for visit in plan.visits(rank, step):
                 if not visit.is_own:
                     self._pool.reserve(("partial", visit.lane, step % 2), visit.num_rows)
@@ -101,11 +121,17 @@ class Gradients:
             self._arriving.append(((message.owner, message.lane), block))
         return block.data
 
-    def target(self, visit: Visit) -> tuple[Tensors, bool]:
+    def target(self, visit: Visit | GatheredVisit) -> tuple[Tensors, bool]:
         """The tensors that a visit writes its gradients into, and whether it must add to what is there."""
         if visit.is_own:
             add, self._own_written = self._own_written, True
             return self._home, add
+        if isinstance(visit, GatheredVisit):
+            add = bool(self._partial)
+            data = self._pool.take(("partial", "gathered"), visit.num_rows)
+            for place, (rows, first, stop) in visit.places.items():
+                self._partial[place] = Block(rows, data[first:stop])
+            return self._wire.split(data), add
         key = (visit.owner, visit.lane)
         add = key in self._partial
         if not add:
@@ -145,6 +171,13 @@ class Gradients:
             raise RuntimeError(f"ring plan: at step {step} rank {self._rank} received gradients of blocks it does not hold: "
                                f"{stray}")
         self._partial, self._arriving, self._homing = {}, [], []
+
+
+def gathered_visit(plan: Plan, rank: int) -> GatheredVisit | None:
+    """One of those that stand for all blocks that a rank receives (the others are of the same rows), or None."""
+    for visit in visits_of(plan, rank, 1)[:1]:
+        return visit if isinstance(visit, GatheredVisit) else None
+    return None
 
 
 def num_steps(plan: Plan, pass_: str) -> int:

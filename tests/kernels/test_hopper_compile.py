@@ -78,7 +78,7 @@ def test_hopper_forward_uses_wgmma_spills_nothing_and_overlaps_softmax_and_secon
     assert made.spill_bytes <= SPILLS.get((head_dim, first, by_sums), (0, 0))[TRITON >= (3, 8)]
     assert made.warnings == (), f"ptxas serialised wgmma: {made.warnings}"
     assert made.shared <= SHARED_LIMIT
-    assert "cp.async.bulk.tensor" in made.ptx and ("cp.async.bulk.tensor.4d.global.shared" in made.ptx) == last
+    assert "cp.async.bulk.tensor" in made.ptx and "cp.async.bulk.tensor.4d.global.shared" in made.ptx
     tile = hopper_forward.FORWARD_TILES[head_dim]
     counts = exponentials_beside_the_second_product(sass(hopper_forward.forward_kernel, arguments, options))
     # Of each consumer first the masked loop, then the one over full tiles; a thread has block_m * block_n / 128 scores. By maxima
@@ -86,6 +86,12 @@ def test_hopper_forward_uses_wgmma_spills_nothing_and_overlaps_softmax_and_secon
     assert len(counts) == 2 * tile.consumers
     if by_sums or head_dim != 64:
         assert min(counts[1::2]) >= tile.block_m * tile.block_n // 128, f"the wait for p v has moved up: {counts}"
+
+
+@pytest.mark.parametrize("heads, most, section", [
+    (8, 3, 2), (8, 8, 8), (8, 100, 8), (32, 28, 16), (16, 6, 4), (11, 10, 6), (7, 3, 3), (5, 0, 1), (1, 4, 1)])
+def test_sections_of_heads_are_alike_where_that_does_not_halve_them(heads, most, section):
+    assert hopper_forward.even_section(heads, most) == section
 
 
 def test_operands_are_copied_only_where_the_copy_engine_cannot_address_them():

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from ringflash.kernels.hopper_backward_items import cut_long, key_items, runs
-from ringflash.kernels.hopper_forward_tiles import query_tiles, tile_table
-from ringflash.kernels.intervals import Intervals, transpose
+from ringflash.kernels.hopper_forward_tiles import ENDS, FINAL, STARTS, query_tiles, tile_table
+from ringflash.kernels.intervals import Intervals, transpose, turns
 
 
 def random_rows(rng: random.Random, num_q: int, num_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -27,12 +27,12 @@ def random_rows(rng: random.Random, num_q: int, num_k: int) -> tuple[torch.Tenso
 
 
 def walked(record: list[int], block_n: int) -> list[int]:
-    """The key tiles of a record in the order of its steps: what `key_tile` of the kernel computes."""
-    _, _, _, steps, high, masked, tile_hi, tile_lo = record
+    """The first keys of the tiles of a record in the order of its steps: what `first_key` of the kernel computes."""
+    _, _, _, steps, high, masked, top, low = record
     found = []
     for step in range(steps):
-        tile = tile_lo + step - high if step >= high else tile_hi - 1 - step
-        found.append(tile_hi - 1 - step + masked - high if step >= masked else tile)
+        key = low + (step - high) * block_n if step >= high else top - (step + 1) * block_n
+        found.append(top - (step + 1 + high - masked) * block_n if step >= masked else key)
     return found
 
 
@@ -42,39 +42,64 @@ def test_query_tiles_walk_each_key_tile_that_a_row_sees_once_and_mask_all_that_n
     for _ in range(600):
         lo, hi = random_rows(rng, rng.randint(1, 40), num_k := rng.randint(1, 60))
         allowed = (torch.arange(num_k) >= lo[:, None]) & (torch.arange(num_k) < hi[:, None])
-        table = tile_table(lo, hi, rows, block_n, by_sums).tolist()
+        table = tile_table(lo, hi, rows, block_n, by_sums, True, False).tolist()
         assert sorted(record[0] for record in table) == list(range(0, len(lo), rows))
         for record in table:
-            row0, final, _, steps, _, masked, tile_hi, tile_lo = record
+            row0, marks, _, steps, _, masked, top, _ = record
             seen = allowed[row0 : row0 + rows]
-            by_key_tile = [seen[:, at : at + block_n] for at in range(0, num_k, block_n)]
-            tiles = walked(record, block_n)
-            assert len(set(tiles)) == steps and {i for i, x in enumerate(by_key_tile) if x.any()} <= set(tiles)
+            starts = walked(record, block_n)
+            tiles = [seen[:, max(start, 0) : start + block_n] for start in starts]
+            met = torch.zeros(num_k + 2 * block_n, dtype=torch.int64)  # from -block_n on
+            for start in starts:
+                met[start + block_n : start + 2 * block_n] += 1
+            assert marks & STARTS and not marks & ENDS and met.max() == 1
+            assert (met[block_n : block_n + num_k] == 1)[seen.any(0)].all()
             if not seen.any():
-                assert steps == masked == final == 1 and tiles == [0]
+                assert steps == masked == 1 and starts == [0] and marks & FINAL
                 continue
-            assert all(by_key_tile[tile].all() for tile in tiles[masked:])
-            assert bool(final) == (not by_sums or masked == steps)
-            first = torch.cat([by_key_tile[tile] for tile in tiles[: max(masked, 1)]], 1)
+            assert all(tile.shape[1] == block_n and tile.all() for tile in tiles[masked:])
+            assert bool(marks & FINAL) == (not by_sums or masked == steps)
+            first = torch.cat(tiles[: max(masked, 1)], 1)
             assert not by_sums or masked == steps or first.any(1).all(), "a row sees its first key in a tile without maxima"
-            gaps += steps < tile_hi - tile_lo
+            span = seen.any(0).nonzero()
+            assert steps <= -(-(int(span.max() - span.min()) + 1) // block_n)
+            gaps += steps < -(-(int(span.max() - span.min()) + 1) // block_n)
     assert gaps > 8
 
 
 def test_the_widest_run_of_key_tiles_that_no_row_of_a_query_tile_sees_is_left_out():
     lo = torch.tensor([0] * 4 + [8] * 2 + [40] * 2, dtype=torch.int32)
     hi = torch.tensor([4] * 4 + [12] * 2 + [48] * 2, dtype=torch.int32)
-    [record] = tile_table(lo, hi, 8, 4, False).tolist()
-    assert sorted(walked(record, 4)) == [0, 1, 2, 10, 11]
+    [record] = tile_table(lo, hi, 8, 4, False, True, False).tolist()
+    assert sorted(walked(record, 4)) == [0, 4, 8, 40, 44]
 
 
 def test_the_tiles_with_most_steps_come_first_and_those_that_see_nothing_only_where_they_are_written():
     lo = torch.tensor([0] * 128 + [64] * 128 + [464] * 128 + [64] * 40, dtype=torch.int32).sort().values
     hi = torch.tensor([64] * 128 + [400] * 128 + [464] * 40 + [464] * 128, dtype=torch.int32)
     intervals = Intervals.from_rows(lo, hi, 464, "cpu")
-    tables = {skip: query_tiles(intervals, 128, 128, False, skip) for skip in (False, True)}
-    assert tables[False][:, 0].tolist() == [128, 256, 0, 384] and tables[True][:, 0].tolist() == [128, 256, 0]
-    assert tables[True].dtype == torch.int32 and query_tiles(intervals, 128, 128, False, True) is tables[True]
+    for first, last in ((True, False), (False, True), (False, False)):
+        table = query_tiles(intervals, 128, 128, False, first, last)
+        assert table[:, 0].tolist() == [256, 128, 0, 384][: 4 if first or last else 3]
+        assert set((table[:, 1] & ~FINAL).tolist()) == {STARTS * first + ENDS * last}
+        assert table.dtype == torch.int32 and query_tiles(intervals, 128, 128, False, first, last) is table
+
+
+def test_a_tile_starts_with_its_first_visit_and_ends_with_its_last_and_one_that_no_visit_sees_does_both_in_the_first():
+    rng, rows = random.Random(3), 8
+    for _ in range(300):
+        num_q, num_k, visits = rng.randint(1, 50), 20, rng.randint(1, 4)
+        masks = [random_rows(rng, num_q, num_k) for _ in range(visits)]
+        seen = torch.stack([lo < hi for lo, hi in masks])
+        log = {row0: [] for row0 in range(0, num_q, rows)}
+        for n, ((lo, hi), turn) in enumerate(zip(masks, turns(masks, has_state=False))):
+            for record in tile_table(lo, hi, rows, 4, True, n == 0, n == visits - 1, turn).tolist():
+                log[record[0]].append((n, record[1] & (STARTS | ENDS)))
+        for row0, of_tile in log.items():
+            by_visit = seen[:, row0 : row0 + rows].any(1).nonzero()[:, 0].tolist() or [0]
+            assert [n for n, _ in of_tile] == by_visit
+            assert [mark for _, mark in of_tile] == [
+                STARTS * (i == 0) + ENDS * (i == len(by_visit) - 1) for i in range(len(by_visit))]
 
 
 @pytest.mark.parametrize("cut", [True, False], ids=["cut", "whole"])
@@ -108,10 +133,10 @@ def test_keys_of_two_documents_whose_queries_lie_apart_have_a_program_each_and_a
     lo = torch.tensor([0] * 256 + [64] * 2256, dtype=torch.int32)
     hi = torch.tensor([64] * 2256 + [128] * 256, dtype=torch.int32)
     intervals = Intervals.from_host(lo, hi, q_lo, q_hi, "cpu")
-    items, span = key_items(intervals, 64, 128, 4, 1320, 132, cut=True, accumulate=False)
+    items, span, longest = key_items(intervals, 64, 128, 4, 1320, 132, cut=True, accumulate=False)
     assert sorted(items[:, 1:5].tolist()) == [[0, 256, 256, 256], [2240, 2560, 2560, 2560]] and span == (0, 128)
-    alone, none = key_items(intervals, 64, 128, 4, 1320, 132, cut=False, accumulate=False)
-    assert alone[:, 1:5].tolist() == [[0, 2304, 2304, 2560]] and none is None
+    alone, none, whole = key_items(intervals, 64, 128, 4, 1320, 132, cut=False, accumulate=False)
+    assert alone[:, 1:5].tolist() == [[0, 2304, 2304, 2560]] and none is None and (longest, whole) == (320, 2560)
 
 
 def pieces(k_hi: torch.Tensor, heads: int, group: int = 1) -> torch.Tensor:

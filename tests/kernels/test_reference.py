@@ -7,8 +7,10 @@ import torch
 from ringflash.kernels import cpu, reference
 from ringflash.kernels.intervals import Intervals
 from ringflash.tests.support.budgets import assert_within_budget
+from ringflash.tests.support.forward_cases import run_forward
 from ringflash.tests.support.masks import interval_mask, random_intervals, split_keys
 from ringflash.tests.support.oracle import attention_oracle, eager_attention
+from ringflash.tests.support.triton_cases import BOUNDS, Case
 from ringflash.tests.support.visits import attend_in_visits, random_inputs
 
 SHAPES = [(1, 1), (13, 13), (17, 8), (8, 29), (1, 31), (31, 1)]
@@ -141,3 +143,13 @@ def test_gradients_of_saturated_scores_keep_their_digits(backend):
     result = attend_in_visits(backend, q, k, v, *ends, [torch.arange(2)], softmax_scale=1.0, softcap=2.0, dout=one)
     expected = [-0.25 * 4 * math.exp(-30), 0.25 * 4 * math.exp(-31)]  # p (1 - p) = 0.25
     assert result["dk"].flatten().tolist() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("sinks", (False, True))
+def test_each_row_is_finished_by_the_last_visit_that_sees_it_where_visits_know_of_each_other(sinks):
+    for bounds in sorted(BOUNDS):
+        for lengths, visits in (((50, 50), 3), ((20, 90), 5), ((90, 20), 2), ((30, 30), 1)):
+            case = Case(*lengths, dtype=torch.float32, bounds=bounds, visits=visits, sinks=sinks)
+            at_the_end, by_turns = (run_forward(reference, case, "cpu", turns=turns)[0] for turns in (False, True))
+            for name, value in at_the_end.items():
+                assert torch.equal(by_turns[name], value), (case, name)

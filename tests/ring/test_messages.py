@@ -68,7 +68,8 @@ def test_keys_are_held_by_their_sender_and_every_row_a_visit_reads_has_arrived(k
             for m in (m for m in case.plan.messages("forward") if m.step == step):
                 rows = positions[m.owner][row_index(m.rows)]
                 assert np.isin(rows, (held | own)[m.src, m.owner, 0 if m.src == m.owner else m.lane]).all(), (case, m)
-                assert m.src == m.owner if m.lane == 0 else (m.dst - m.src) % cp_size == m.lane % cp_size
+                hops = m.lane - (case.plan.routing == "allgather")
+                assert m.src == m.owner if m.lane == 0 else (m.dst - m.src) % cp_size == hops % cp_size
                 assert (m.lane == 0) == (case.plan.routing == "direct")
                 assert (m.dst, m.owner, m.lane) not in arriving
                 arriving[m.dst, m.owner, m.lane] = rows
@@ -119,6 +120,9 @@ def test_the_plan_is_direct_where_that_sends_clearly_fewer_rows_and_no_step_is_w
         rows = {routing: replace(case, routing=routing).plan.rows_sent("forward") for routing in ("direct", "ring")}
         assert plan.rows_by_routing == rows and rows["direct"] == fewest_rows(case) <= rows["ring"]
         is_idle = not all(any(ring.visits(rank, step) for rank in range(cp_size)) for step in range(ring.num_steps))
+        if plan.routing == "allgather":
+            assert rows["direct"] <= (cp_size - 1) * case.layout_k.seq_len / 3 and plan.num_steps == 2, case
+            continue
         assert plan.routing == ("direct" if rows["direct"] < 0.9 * rows["ring"] or is_idle else "ring"), case
         assert all(any(plan.num_pairs(rank, step) for rank in range(cp_size)) for step in range(1, plan.num_steps))
 
@@ -126,10 +130,22 @@ def test_the_plan_is_direct_where_that_sends_clearly_fewer_rows_and_no_step_is_w
 @pytest.mark.parametrize("kind", ("contiguous", "zigzag"))
 def test_a_dense_mask_or_a_window_sends_as_much_either_way_and_keeps_to_the_ring(kind):
     several = (
-        dict(), dict(causal=False), dict(window_size=(100, 0)), dict(prefix_lens=300), dict(window_size=(9, 0), first_tokens=4))
+        dict(), dict(causal=False), dict(window_size=(60, 0)), dict(prefix_lens=300), dict(window_size=(9, 0), first_tokens=4))
     for options in several:
         plan = build_plan(Mask(**options), Layout(kind, 1024, 8))
-        assert plan.routing == "ring" and plan.rows_by_routing["ring"] == plan.rows_by_routing["direct"] > 0, options
+        of_several = "first_tokens" in options and kind == "zigzag"  # the first rank and both neighbours: little of each
+        assert plan.routing == ("allgather" if of_several else "ring"), options
+        assert plan.rows_by_routing["ring"] == plan.rows_by_routing["direct"] > 0, options
+
+
+def test_what_is_read_is_there_at_once_where_it_is_little_of_several_blocks():
+    few = dict(cu_seqlens=(0, 300, 1024), chunk_size=64)
+    for size, kind, options, routing in (
+            (8, "zigzag", dict(window_size=(100, 0)), "allgather"),  # 64 rows a chunk: the two before each
+            (8, "zigzag", dict(window_size=(9, 0)), "ring"), (8, "contiguous", dict(window_size=(9, 0)), "ring"),  # neighbours alone
+            (8, "striped", few, "ring"), (8, "zigzag", dict(), "ring"), (2, "zigzag", dict(window_size=(100, 0)), "ring")):
+        plan = build_plan(Mask(**options), Layout(kind, 1024, size))
+        assert (plan.routing, plan.reason == "little is read") == (routing, routing == "allgather"), (size, kind, options)
 
 
 def test_documents_whose_pieces_lie_far_apart_are_sent_directly():

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ringflash.kernels.intervals import Intervals
+from ringflash.kernels.intervals import turns as turns_of
 
 from .budgets import Verdict, budgets
 from .oracle import attention_oracle, eager_attention
@@ -25,9 +26,10 @@ def poisoned_rows(
 
 
 def run_forward(
-    backend: ModuleType, case: Case, device: torch.device | str, seed: int = 0, **options
+    backend: ModuleType, case: Case, device: torch.device | str, seed: int = 0, turns: bool = False, **options
 ) -> tuple[dict[str, Tensor], dict]:
-    """(out and lse after all visits, inputs of the oracle). options: further arguments of backend.forward."""
+    """(out and lse after all visits, inputs of the oracle). turns: each visit is told which rows the others see. options: further
+    arguments of backend.forward."""
     c, generator = case, torch.Generator(device).manual_seed(seed)
     D = c.head_dim
     q = poisoned_rows((c.num_q, c.batch, 3 if c.strided else 1, c.heads, D), c.dtype, device, generator)[:, :, -1].transpose(0, 1)
@@ -42,12 +44,15 @@ def run_forward(
         state.zero_()
         lse.copy_(sinks[:, None])
     scores = dict(softmax_scale=c.scale, softcap=c.softcap)
+    places = turns_of([tuple((x - a).clamp(0, b - a).to(torch.int32).cpu() for x in (lo, hi)) for a, b in zip(cuts, cuts[1:])], c.sinks)
     for i, (a, b) in enumerate(zip(cuts, cuts[1:])):
         intervals = Intervals.from_rows(*((x - a).clamp(0, b - a).to(torch.int32) for x in (lo, hi)), b - a, device)
         # what the next block holds is not this visit's: NaN there must not be seen
         k_rows, v_rows = (poison_after(x[:, a:b]) for x in (k, v))
+        if turns:
+            options["turn"] = places[i]
         backend.forward(q, k_rows, v_rows, intervals, **scores, state=None if c.visits == 1 and not c.sinks else state, lse=lse,
-                        out=out if i == c.visits - 1 else None, first=i == 0 and not c.sinks, **options)
+                        out=out if turns or i == c.visits - 1 else None, first=i == 0 and not c.sinks, **options)
     inputs = dict(q=q, k=k, v=v, allowed=seen_pairs(lo, hi, c.num_k).to(device), sinks=sinks, **scores)
     return dict(out=out, lse=lse), inputs
 
