@@ -125,7 +125,7 @@ def draw(records: Sequence[dict], prefix: str) -> None:
             continue
         figure, axis = pyplot.subplots(figsize=(7, 4.5))
         for line in dict.fromkeys(r[key] for r in chosen):
-            points = [(x(r), y(r)) for r in chosen if r[key] == line]
+            points = sorted((x(r), y(r)) for r in chosen if r[key] == line)
             axis.plot(*zip(*points), marker="o", label=line)
         axis.set_xscale("log", base=2)
         axis.set_ylim(bottom=0)

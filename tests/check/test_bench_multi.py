@@ -87,6 +87,17 @@ def test_every_record_is_in_a_table_and_a_picture(tmp_path):
                                                               "bench-ring-balanced.png"}
 
 
+def test_lines_of_pictures_go_from_few_rows_to_many_in_whatever_order_these_were_timed(tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    drawn = []
+    monkeypatch.setattr(Axes, "plot", lambda axis, xs, ys, **options: drawn.append(tuple(xs)))
+    monkeypatch.setattr(Axes, "legend", lambda *arguments, **options: None)
+    records = [ring_record("copy") | {"rows": rows} for rows in (8192, 32768, 2048)]
+    bench_multi_show.draw(records, str(tmp_path / "bench"))
+    assert drawn == [(2048, 8192, 32768)]
+
+
 def test_wrong_blocks_a_cell_over_budget_and_a_section_that_did_not_run_fail_the_run():
     assert [bench_multi.held(record) for record in RECORDS] == [True] * (len(RECORDS) - 1) + [False]
     assert not bench_multi.held({**RECORDS[0], "ok": False}) and not bench_multi.held({**RECORDS[1], "ok": 1})
