@@ -147,6 +147,8 @@ class _Layer:
         self.out = self.item * self.queries
         self.tile = min(cfg.train.tile_rows or job.rows, job.rows) * job.batch
         self.is_tiled = 0 < cfg.train.tile_rows < job.rows
+        # A tiled function of rows keeps its inputs alone and runs again in the backward, also where one tile holds all rows.
+        self.is_kept_whole = job.activations == "none" and cfg.train.tile_rows == 0
         self.loads = _worst_loads(job)
         self.saved = self._saved(job.activations)
         self.host = sum(self.saved.values()) if job.activations == "offload" else 0.0
@@ -158,7 +160,7 @@ class _Layer:
         if policy in ("block_save_attention", "offload"):
             return {"layer inputs": self.x, "attention out and lse": self.out + self.lse}
         found = {"layer inputs": self.x, "attention out and lse": self.out + self.lse, "q, k, v": self.qkv}
-        if not self.is_tiled:
+        if self.is_kept_whole:
             model, n = self.job.cfg.model, self.job.tokens
             found["norms and MLP"] = self.x + n * self.item * (2 * model.dim + 4 * model.ffn_dim)
         return found
@@ -181,7 +183,7 @@ class _Layer:
         """The larger of two moments: attention's forward, and the MLP's of a tile."""
         own = {"layer inputs": self.x, "attention out and lse": self.out + self.lse}
         whole = {**own, "q, k, v": self.qkv, **self.attention_forward}
-        if self.job.activations == "none" and not self.is_tiled:
+        if self.is_kept_whole:
             rows = {**self.saved, "residual stream": self.x}
         else:
             rows = {**own, "residual stream": self.x if self.is_tiled else 0.0, "tile of the MLP": self._mlp(3, 1)}
@@ -239,8 +241,8 @@ class _Layer:
             rows["tile of the MLP"] = max(rows["tile of the MLP"] + more, self._weight_item() * after)
         else:
             single = self._weight_item() * model.dim * model.ffn_dim
-            rows |= {"tile of the MLP": self._mlp(6, 1 if policy == "none" else 2), "weight gradients of a layer": single}
-            rows |= {} if policy == "block_save_attention" else {"norms": norm}
+            rows |= {"tile of the MLP": self._mlp(6, 1 if self.is_kept_whole else 2), "weight gradients of a layer": single}
+            rows |= {} if policy == "block_save_attention" or self.job.cfg.train.tile_rows else {"norms": norm}
         whole = {**own, "q, k, v": self.qkv, "residual stream": self.x * (1 if policy == "none" else 2),
                  "gradient of attention's out": self.out, "weight gradients of a layer": self._weight_item() * after}
         whole |= {} if self.is_tiled else {"norms": norm}

@@ -69,9 +69,9 @@ def step_time(job: Job, hardware: Hardware, saved_gb: float = 0.0) -> StepTime:
     product = 2.0 * sizes.layer_matmul * tokens / rate
     passes = {pass_: _elementwise_bytes(job, pass_) * tokens / (hardware.memory_gb_s * 1e9) for pass_ in PASSES}
     converted = _converted_s(job, hardware)
-    # A tiled function of rows computes its forward again in the backward, whatever the policy; what stands before attention
-    # does so after a policy has already made q, k and v again.
-    is_tiled = 0 < cfg.train.tile_rows < job.rows
+    # A tiled function of rows computes its forward again in the backward, whatever the policy, and also where one tile holds all
+    # rows; what stands before attention does so after a policy has already made q, k and v again.
+    is_tiled = cfg.train.tile_rows > 0
     again = max(again_rest, int(is_tiled)) + again_rest * is_tiled * sizes.layer_before / sizes.layer_matmul
     rest = {"forward": (product + passes["forward"] + converted) * hardware.rest_factor,
             "backward": (2 * product + passes["backward"] + converted) * hardware.rest_factor,

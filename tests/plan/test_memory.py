@@ -36,7 +36,8 @@ def peaks(cfg: Config, ring: int) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("ring, tile_rows, residual", [(1, 256, "bf16"), (1, 0, "fp32"), (4, 256, "fp32"), (8, 0, "bf16")])
+@pytest.mark.parametrize("ring, tile_rows, residual", [(1, 256, "bf16"), (1, 0, "fp32"), (4, 256, "fp32"), (8, 0, "bf16"), (1, 1024, "bf16"),
+                                                       (4, 4096, "fp32")])  # the last two: one tile, of all rows
 def test_the_predicted_peak_is_that_of_the_live_tensors_for_every_policy_with_tiles_and_without_alone_and_in_a_ring(
         policy, ring, tile_rows, residual):
     cfg = config(policy, tile_rows, residual, ring=ring)
@@ -72,7 +73,7 @@ def test_a_step_of_more_rows_needs_as_much_more_as_was_predicted():
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("tile_rows", [0, 256])
+@pytest.mark.parametrize("tile_rows", [0, 256, 1024, 4096])
 def test_what_a_layer_saves_is_what_the_model_says_itself(policy, tile_rows):
     cfg = config(policy, tile_rows)
     own, found = LayerSizes(128, 448, 4, 2, 32, 2, 2), predicted(cfg)

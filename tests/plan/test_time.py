@@ -94,6 +94,13 @@ def test_saving_attention_spares_one_forward_of_it_and_nothing_else():
         {k: v for k, v in again.items() if k != "attention, recomputed"}, rel=1e-9)
 
 
+@pytest.mark.parametrize("policy", ["none", "block"])
+def test_a_tile_that_holds_all_rows_is_computed_again_in_the_backward_as_several_are(policy):
+    again = [step_time(job(1, policy, cfg=llama_8b(8192, tile_rows=tile)), H200).parts["matmul and rows, recomputed"]
+             for tile in (0, 4096, 8192, 16384)]
+    assert again[1] == again[2] == again[3] > 1.05 * again[0]
+
+
 def test_a_slow_network_shows_and_a_fast_one_hides_behind_kernels():
     def exposed(rate):
         hardware = H200.given({"across_gb_s": rate}, "test")
