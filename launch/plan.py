@@ -29,8 +29,9 @@ from omegaconf.errors import OmegaConfBaseException
 from ringflash.config import Config, validate
 from ringflash.launch import plan_calibrate, plan_compare, plan_measure
 from ringflash.launch.counts import count
+from ringflash.launch.files import PICTURES, check_writable
 from ringflash.launch.plan_calibrate import TILE_ROWS
-from ringflash.launch.train import check_overrides, compose, misspelt, register_schema, to_config
+from ringflash.launch.train import check_overrides, compose, register_schema, to_config
 from ringflash.planning import search, show
 from ringflash.planning.hardware import GPUS, Hardware, hardware_of
 from ringflash.planning.job import Job, check_counts, divisions
@@ -39,7 +40,7 @@ from ringflash.train.trainer import layer_masks
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0, or 2 for what cannot be, in one line; of compare 1 where an error is larger than allowed."""
+    """0; 1 where no division fits, or of compare where an error is larger than allowed; 2 for what cannot be, in one line."""
     argv = list(sys.argv[1:] if argv is None else argv)
     command = {"calibrate": plan_calibrate, "compare": plan_compare, "measure": plan_measure}.get(argv[0]) if argv else None
     parser = argparse.ArgumentParser(prog="ringflash plan", description=__doc__,
@@ -50,9 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return command.run(options, read_config) if command else run(options)
     except (ValueError, OSError, HydraException, OmegaConfBaseException) as error:
-        # Hydra's own errors are a dozen lines, of which the last say where it looked.
-        text = "; ".join(misspelt(options.overrides)) or " ".join(str(error).split("Config search path")[0].split())
-        print(f"ringflash plan: {text}", file=sys.stderr)
+        print(f"ringflash plan: {plan_compare.in_a_line(error, options.overrides)}", file=sys.stderr)
         return 2
 
 
@@ -70,6 +69,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    """1 where nothing fits: then the table says how much it would take."""
+    check_writable("--json", options.json)
+    check_writable("--png", options.png, PICTURES)
     check_counts(options.gpus, options.gpus_per_host)
     hardware = read_hardware(options)
     cfg = read_config(options.overrides, options.gpus)
@@ -88,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
         Path(options.json).write_text(json.dumps(written, indent=1) + "\n")
     if options.png:
         show.draw(found[:options.top], options.png)
-    return 0
+    return 0 if best.fits else 1
 
 
 def read_hardware(options: argparse.Namespace) -> Hardware:

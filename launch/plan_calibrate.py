@@ -19,6 +19,7 @@ from ringflash import Layout, Mask, ring_attention
 from ringflash.config import Config
 from ringflash.kernels import dispatch
 from ringflash.launch.check_table import environment
+from ringflash.launch.files import check_writable
 from ringflash.model.build import build_model
 from ringflash.planning.hardware import GPUS, hardware_of
 from ringflash.planning.job import POLICIES, Job, head_dim_of
@@ -42,6 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, read_config: Callable[..., Config]) -> int:
+    check_writable("--json", options.json)
     cfg = read_config(options.overrides, 1)
     cfg.train.tile_rows = cfg.train.tile_rows or TILE_ROWS
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -6,8 +6,8 @@
 
 A step is that of launch/train.py (its Trainer, data and optimizer). Before each, a short one of the same model and policy compiles
 kernels and makes the optimizer's state, and host memory is pinned: neither is in the seconds. --processes starts rings of so many
-ranks on this machine. Ranks of a ring that share a card
-take turns on it: their seconds say nothing and are not compared. The file is what `plan.py compare --measured` reads.
+ranks on this machine. Ranks of a ring that share a card take turns on it: their seconds say nothing and are not compared. The file is
+what `plan.py compare --measured` reads; it also lists what was asked for, so that what is missing shows.
 """
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ from ringflash.config import Config, validate
 from ringflash.launch.check_spawn import Rank, RingFailure, run_ranks
 from ringflash.launch.check_table import environment
 from ringflash.launch.counts import counts
+from ringflash.launch.files import check_writable
 from ringflash.memory_options import ACTIVATIONS
+from ringflash.model.host_store import HostStore
 from ringflash.train.loop import warm_up_kernel
 from ringflash.train.mfu import Meter, most
 from ringflash.train.text import open_data
@@ -54,13 +56,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, read_config: Callable[..., Config]) -> int:
     """0; 1 where a step did not fit the memory."""
+    check_writable("--json", options.json)
     cfg = read_config(options.overrides, 1)
-    written: dict = {"environment": environment(), "excluded": __doc__.split("\n\n")[2].replace("\n", " "), "records": []}
+    asked = [{"tokens": tokens, "activations": policy, "gpus": size, "layers": cfg.model.num_layers}
+             for size in options.processes or (1,) for tokens, policy in runs_of(options, cfg, size)]
+    written: dict = {"environment": environment(), "excluded": __doc__.split("\n\n")[2].replace("\n", " "), "asked": asked,
+                     "records": []}
+
+    def write() -> None:
+        Path(options.json).write_text(json.dumps(written, indent=1) + "\n")
 
     def note(record: dict) -> None:
         written["records"].append(record)
         print(shown(record), flush=True)
-        Path(options.json).write_text(json.dumps(written, indent=1) + "\n")
+        write()
+
+    write()
 
     if options.processes is None:
         world = single(pick_device(cfg.run.device, 0))
@@ -80,14 +91,21 @@ def run(options: argparse.Namespace, read_config: Callable[..., Config]) -> int:
             print(f"ringflash plan measure: {failure}", file=sys.stderr, flush=True)
             return 1
         for of_ranks in zip(*ranks):
-            record = of_ranks[0] | {"peak_gib": max(each["peak_gib"] for each in of_ranks),
-                                    "peak_gib_of_ranks": [each["peak_gib"] for each in of_ranks]}
+            record = of_all(of_ranks)
             words = [*options.overrides, f"parallel.cp={size}", *record.pop("more")]
-            if device_type == "cuda" and torch.cuda.device_count() < size:
+            if "seconds" in record and device_type == "cuda" and torch.cuda.device_count() < size:
                 record["shared_card_seconds"] = record.pop("seconds")
                 words.append("attention.exchange=nccl")  # what auto takes there; copies, with other buffers, need a card per rank
             note({"overrides": words, **record})
     return 1 if any("out_of_memory" in record for record in written["records"]) else 0
+
+
+def of_all(records: Sequence[dict]) -> dict:
+    """One record of those of all ranks: the first's, with the most memory of any; out of memory where a rank was."""
+    if failed := [f"rank {rank}: {record['out_of_memory']}" for rank, record in enumerate(records) if "out_of_memory" in record]:
+        return {key: records[0][key] for key in ("name", "gpus", "tokens", "more")} | {"out_of_memory": "; ".join(failed)}
+    peaks = [record["peak_gib"] for record in records]
+    return records[0] | {"peak_gib": max(peaks), "peak_gib_of_ranks": peaks}
 
 
 def runs_of(options: argparse.Namespace, cfg: Config, ranks: int = 1) -> list[Run]:
@@ -127,8 +145,9 @@ def ring_work(rank: Rank, cfg: Config, runs: Sequence[Run]) -> list[dict]:
 
 
 def measure(cfg: Config, world: World, runs: Sequence[Run], note: Callable[[dict], None]) -> None:
-    """A step of each run on this rank; note() gets {name, gpus, more (overrides), seconds, peak_gib, reserved_gib, host_gib,
-    tflops_per_gpu, allowed_pairs, loss, grad_norm, data_wait_ms}, or of one that did not fit out_of_memory instead of figures."""
+    """A step of each run on this rank; note() gets {name, gpus, more (overrides), seconds, peak_gib, reserved_gib, host_gib (pinned;
+    None without a GPU), tflops_per_gpu, allowed_pairs, loss, grad_norm, data_wait_ms}, or of one that did not fit out_of_memory
+    instead of figures."""
     on_gpu = world.device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(world.device)
@@ -139,8 +158,9 @@ def measure(cfg: Config, world: World, runs: Sequence[Run], note: Callable[[dict
         full, brief = at(cfg, length, activations=policy), at(cfg, min(length, short), activations=policy)
         if trainer is None:
             trainer = Trainer(brief, world, open_data(brief))
+        trainer.model.store = HostStore()   # each run's own: a longer one's host memory is not counted with a shorter one's
         for layer in trainer.model.blocks:
-            layer.activations = policy
+            layer.activations, layer.store = policy, trainer.model.store
         record = {"name": f"{length:,} tokens, {policy}", "gpus": world.world_size, "tokens": length,
                   "more": [f"data.seq_len={length}", f"train.activations={policy}"]}
         try:
@@ -173,10 +193,17 @@ def step(trainer: Trainer) -> dict:
     reserved = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
     flops = meter.step_flops(0)
     return {"seconds": seconds, "peak_gib": meter.memory() / 2**30, "reserved_gib": reserved / 2**30,
-            "host_gib": trainer.model.store.host_bytes / 2**30, "tflops_per_gpu": flops / seconds / world.world_size / 1e12,
+            "host_gib": host_bytes(trainer) / 2**30 if device.type == "cuda" else None, "tflops_per_gpu": flops / seconds / world.world_size / 1e12,
             "model_flops": flops, "layers": trainer.cfg.model.num_layers, "parameters": trainer.num_parameters,
             "allowed_pairs": allowed_pairs(trainer), "loss": result.loss, "grad_norm": result.grad_norm,
             "data_wait_ms": result.data_wait_ms}
+
+
+def host_bytes(trainer: Trainer) -> int:
+    """Pinned host memory: what layers wait with (in whole chunks), and the optimizer's moments (optim.offload)."""
+    states = (value for state in trainer.optimizer.state.values() for value in state.values())
+    moments = sum(value.nbytes for value in states if isinstance(value, torch.Tensor) and value.is_pinned())
+    return trainer.model.store.host_bytes + moments
 
 
 def allowed_pairs(trainer: Trainer) -> int:
@@ -192,5 +219,5 @@ def shown(record: dict) -> str:
     ranks = f"{record['gpus']} rank{'s' if record['gpus'] > 1 else ''}"
     speed = f"{record['seconds']:.2f} s, {record['tflops_per_gpu']:.0f} model-TFLOP/s" if "seconds" in record else "(one card for all)"
     return (f"{record['name']}, {record['layers']} layers, {ranks}: {speed}, peak {record['peak_gib']:.2f} GiB (reserved "
-            f"{record['reserved_gib']:.2f}, host {record['host_gib']:.1f}), loss {record['loss']:.4f}, allowed pairs "
+            f"{record['reserved_gib']:.2f}, host {record['host_gib'] or 0:.1f}), loss {record['loss']:.4f}, allowed pairs "
             f"{record['allowed_pairs']:,}")

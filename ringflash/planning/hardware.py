@@ -81,14 +81,16 @@ def _number(source: str, name: str, value: Any) -> float:
 
 
 def _curve(source: str, name: str, value: Any) -> Curve:
-    value = [[1, value]] if isinstance(value, (int, float)) else value
-    try:
-        points = tuple(sorted((int(rows), _number(source, name, rate)) for rows, rate in value))
-    except TypeError:
-        points = ()
-    if not points or points[0][0] < 1:
-        raise ValueError(f"{source}: {name}={value}: must be TFLOP/s, or a list of [rows, TFLOP/s]")
-    return points
+    given = [[1, value]] if isinstance(value, (int, float)) else value
+    pairs = given if isinstance(given, (list, tuple)) else ()
+    if not pairs or not all(isinstance(pair, (list, tuple)) and len(pair) == 2 and _is_count(pair[0]) for pair in pairs):
+        raise ValueError(f"{source}: {name}={value}: must be TFLOP/s, or a list of [rows, TFLOP/s] with rows from 1; nearest: "
+                         "[[8192, 650.0], [65536, 680.0]]")
+    return tuple(sorted((int(rows), _number(source, name, rate)) for rows, rate in pairs))
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def interpolate(curve: Sequence[tuple[int, float]], rows: float) -> float:
@@ -170,7 +172,7 @@ def read_calibration(path: str | Path) -> dict[str, Any]:
     """What `plan.py calibrate` wrote. ValueError naming the file if it is no such thing."""
     try:
         found = json.loads(Path(path).read_text())
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"--calibration {path}: {error}") from error
     if not isinstance(found, dict) or not isinstance(found.get("rates"), dict):
         raise ValueError(f"--calibration {path}: has no rates; python launch/plan.py calibrate --json FILE writes one")

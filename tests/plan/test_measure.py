@@ -2,8 +2,9 @@
 import json
 
 import pytest
+import torch
 
-from ringflash.launch import plan
+from ringflash.launch import plan, plan_measure
 
 SMALL = ["model=tiny", "data.document_mask=false", "data.max_bytes=60000", "run.device=cpu", "train.tile_rows=32"]
 
@@ -15,6 +16,8 @@ def test_a_step_of_each_length_and_policy_is_written_with_what_it_took_and_compa
     shown = capsys.readouterr().out
     found = json.loads(file.read_text())
     assert "compiles kernels" in " ".join(found["excluded"].split()) and found["environment"]["device"] == "cpu"
+    assert found["asked"] == [{"tokens": tokens, "activations": policy, "gpus": 1, "layers": 3} for tokens, policy in
+                              ((200, "none"), (100, "block_save_attention"), (100, "offload"))]
     records = found["records"]
     assert [(r["tokens"], r["overrides"][-1]) for r in records] == [
         (200, "train.activations=none"), (100, "train.activations=block_save_attention"), (100, "train.activations=offload")]
@@ -33,6 +36,34 @@ def test_rings_of_processes_are_measured_at_equal_rows_and_report_every_rank(tmp
     records = json.loads(file.read_text())["records"]
     assert [(r["gpus"], r["tokens"]) for r in records] == [(2, 128), (2, 192)]
     assert all("parallel.cp=2" in r["overrides"] and len(r["peak_gib_of_ranks"]) == 2 for r in records)
+
+
+def test_what_did_not_fit_the_memory_of_one_rank_did_not_fit():
+    good = {"name": "n", "gpus": 2, "tokens": 8, "more": ["a=1"], "peak_gib": 1.0, "seconds": 2.0}
+    assert plan_measure.of_all([good, {**good, "peak_gib": 3.0}]) == {**good, "peak_gib": 3.0, "peak_gib_of_ranks": [1.0, 3.0]}
+    bad = {**{key: good[key] for key in ("name", "gpus", "tokens", "more")}, "out_of_memory": "tried"}
+    assert plan_measure.of_all([good, bad]) == {**bad, "out_of_memory": "rank 1: tried"}
+
+
+def test_each_run_has_host_memory_of_its_own_and_the_optimizers_is_counted(monkeypatch, tmp_path):
+    stores, plain = [], plan_measure.step
+
+    def step(trainer):
+        layers = {layer.store for layer in trainer.model.blocks}
+        assert layers == {trainer.model.store}
+        stores.append(trainer.model.store)
+        trainer.model.store.num_chunks = 3
+        assert plan_measure.host_bytes(trainer) == 3 * trainer.model.store.chunk_bytes
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor.numel() > 1)
+            moments = plan_measure.host_bytes(trainer) - 3 * trainer.model.store.chunk_bytes
+        assert moments == 8 * sum(parameter.numel() for parameter in trainer.parameters if parameter.numel() > 1)
+        return plain(trainer)
+
+    monkeypatch.setattr(plan_measure, "step", step)
+    file, words = tmp_path / "measured.json", [*SMALL, f"data.cache_dir={tmp_path}", "optim.name=adamw"]
+    assert plan.main(["measure", *words, "--runs", "100:offload,64:block", "--json", str(file)]) == 0
+    assert len(set(stores)) == 2 and json.loads(file.read_text())["records"][0]["host_gib"] is None
 
 
 @pytest.mark.parametrize("words, named", [

@@ -88,3 +88,102 @@ def test_compare_reads_a_run_folder_and_fails_where_the_error_is_larger_than_all
     shown = capsys.readouterr().out
     assert "run" in shown and " 2 " in shown and "2.00" in shown and "NOT held" in shown
     assert plan.main(["compare", "--measured", str(folder), "--max-memory-error", "1e9", "--max-time-error", "1"]) == 0
+
+
+def record(**figures) -> dict:
+    return {"overrides": ["model=tiny", "parallel.cp=1"], **figures}
+
+
+@pytest.mark.parametrize("written, named", [
+    ([], "must be a record of overrides with seconds or peak_gib, or a list of such"),
+    ({"records": 4}, "must be a record of overrides"),
+    ({"records": []}, "must be a record of overrides"),
+    ([[]], "record 1: overrides=None: must be a list of words"),
+    (record(), "record 1: has nothing that was measured; nearest: seconds or peak_gib"),
+    (record(seconds=0), "record 1: seconds=0: must be a finite number above 0"),
+    ([record(seconds=1.0), record(seconds="a")], "record 2: seconds=a: must be a finite number above 0"),
+    (record(peak_gib=float("nan")), "record 1: peak_gib=nan: must be"),
+    (record(seconds=1.0, gpus=0), "record 1: gpus=0: must be an int of at least 1"),
+    ({"overrides": [3], "seconds": 1.0}, "record 1: overrides=[3]: must be a list of words"),
+    ({"overrides": ["modle.dim=3"], "seconds": 1.0}, "file.json: file: modle.dim: no such key; nearest: model.dim"),
+])
+def test_records_that_cannot_be_compared_are_refused_by_file_record_and_key(written, named, tmp_path, capsys):
+    (tmp_path / "file.json").write_text(json.dumps(written))
+    assert plan.main(["compare", "--measured", str(tmp_path / "file.json")]) == 2
+    said = capsys.readouterr()
+    assert named in said.err and "file.json" in said.err and said.err.count("\n") == 1 and "held" not in said.out
+
+
+GOOD_ROW = {"kind": "train", "step": 1, "tokens": 64, "tokens_per_s": 64.0, "tokens_per_s_per_rank": 64.0, "peak_memory_gib": 0.5}
+
+
+@pytest.mark.parametrize("line, named", [
+    (json.dumps({**GOOD_ROW, "tokens_per_s": None}), "line 2: tokens_per_s=None: must be a finite number above 0"),
+    (json.dumps({**GOOD_ROW, "tokens_per_s": 0}), "line 2: tokens_per_s=0: must be"),
+    ('{"kind": "train", "st', "line 2: Unterminated string"), ("[3]", "line 2: is no row of a run")])
+def test_a_row_of_metrics_that_is_none_is_refused_by_file_and_line(line, named, tmp_path, capsys):
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "overrides.yaml").write_text("- model=tiny\n- parallel.cp=1\n")
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(GOOD_ROW) + f"\n{line}\n")
+    assert plan.main(["compare", "--measured", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'metrics.jsonl'}: {named}" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [["--max-time-error", "-1"], ["--max-memory-error", "nan"]])
+def test_an_allowed_error_below_zero_is_refused(words, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        plan.main(["compare", "--measured", str(tmp_path), *words])
+    assert "must be a finite number >= 0" in capsys.readouterr().err
+
+
+def test_a_step_that_ran_out_of_memory_is_shown_and_holds_nothing(tmp_path, capsys):
+    good = record(seconds=1.0, host_gib=1.0)
+    (tmp_path / "file.json").write_text(json.dumps([good, {**record(out_of_memory="tried to allocate"), "name": "long"}]))
+    allowed = ["--max-time-error", "1e9", "--max-memory-error", "1e9"]
+    assert plan.main(["compare", "--measured", str(tmp_path / "file.json"), *allowed]) == 1
+    shown = capsys.readouterr().out
+    assert "long, OUT OF MEMORY" in shown and "NOT held" in shown
+
+
+def test_host_memory_that_was_pinned_is_held_against_what_is_counted(tmp_path, capsys):
+    words = ["model=tiny", "parallel.cp=1", "data.seq_len=65536", "train.activations=offload"]
+    (tmp_path / "file.json").write_text(json.dumps({"overrides": words, "host_gib": 1.0}))
+    allowed = ["--max-memory-error", "0.05"]
+    assert plan.main(["compare", "--measured", str(tmp_path / "file.json"), *allowed]) == 1
+    cells = capsys.readouterr().out.splitlines()[2].split()
+    (tmp_path / "file.json").write_text(json.dumps({"overrides": words, "host_gib": float(cells[-2])}))
+    assert 0 < float(cells[-2]) < 1 and plan.main(["compare", "--measured", str(tmp_path / "file.json"), *allowed]) == 0
+
+
+@pytest.mark.parametrize("curve", ["x", [[10, 1, 3]], [["a", 2]], [[0, 2]], [], {"a": 1}, [[10, "b"]], [7]])
+def test_a_curve_of_a_calibration_that_is_none_is_refused_by_file_and_key(curve, tmp_path, capsys):
+    file = tmp_path / "calibration.json"
+    file.write_text(json.dumps({"rates": {"forward_tflops": curve}}))
+    assert plan.main(["--calibration", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert f"{file}: forward_tflops=" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("words, named", [
+    (["--json", "{0}/no/plan.json"], "--json {0}/no/plan.json: must be a file that can be written (No such file or directory); "
+                                     "nearest folder that is there: {0}\n"),
+    (["--json", "{0}"], "--json {0}: must be a file that can be written (Is a directory)"),
+    (["--png", "{0}/no/plan.png"], "--png {0}/no/plan.png: must be a file that can be written"),
+    (["--png", "{0}/plan.gif"], "--png {0}/plan.gif: must end in .png, .pdf, .svg; nearest: {0}/plan.gif.png\n"),
+    (["calibrate", "--json", "{0}/no/plan.json"], "--json {0}/no/plan.json: must be a file"),
+    (["measure", "--json", "{0}/no/plan.json"], "--json {0}/no/plan.json: must be a file")])
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(words, named, tmp_path, capsys, monkeypatch):
+    def work(*given):
+        raise AssertionError("the work has begun")
+
+    for module, name in ((plan.search, "ranked"), (plan.plan_calibrate, "matmul_tflops"), (plan.plan_measure, "measure")):
+        monkeypatch.setattr(module, name, work)
+    assert plan.main([word.format(tmp_path) for word in words]) == 2
+    said = capsys.readouterr().err
+    assert named.format(tmp_path) in said and said.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+def test_a_plan_of_which_no_division_fits_exits_with_1_and_says_how_much_it_would_take(capsys):
+    assert plan.main(["model=llama3_8b", "data.seq_len=1200000", "optim.offload=true", "train.activations=offload"]) == 1
+    assert "does not fit: 197 GiB of 140" in capsys.readouterr().out
