@@ -16,6 +16,7 @@ from ringflash.planning.hardware import Hardware
 from ringflash.ring.gathered import visits_of
 from ringflash.ring.heads import HeadSplit
 from ringflash.ring.plan import Plan, build_plan
+from ringflash.ring.ranges import num_rows, union_of_ranges
 from ringflash.ring.rotate import Heads, choose
 from ringflash.ring.signals import landing_of
 
@@ -181,8 +182,11 @@ def _buffers(plan: Plan, pass_: str) -> Buffers:
         own: dict[tuple, int] = {}
         received: dict[tuple, int] = {}
         homes: dict[int, int] = {}
+        if plan.routing == "allgather":  # what several ranks read is packed once
+            sent = (message.rows for message in plan.messages(pass_) if message.src == rank and message.kind == block)
+            _need(own, (block, "send"), num_rows(union_of_ranges(sent)))
         for message in plan.messages(pass_):
-            if message.src == rank and message.owner == rank and message.kind == block:
+            if message.src == rank and message.owner == rank and message.kind == block and plan.routing != "allgather":
                 _need(own, (block, "send", message.lane), message.num_rows)
             if message.dst != rank:
                 continue

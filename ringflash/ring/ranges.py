@@ -55,6 +55,17 @@ def union_of_sets(*sets: np.ndarray) -> np.ndarray:
     return union_of_intervals(table[:, 0], np.maximum.accumulate(table[:, 1]))
 
 
+def union_of_ranges(sets: Iterable[RowRanges]) -> RowRanges:
+    """All rows of these sets."""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(pair for ranges in sets for pair in ranges):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        else:
+            found.append((start, stop))
+    return tuple(found)
+
+
 class Runs:
     """Sorted values made of runs (start, stop, stride): the positions of a shard, or the rows that arrived of a block."""
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from ringflash.ring.buffers import Block, BufferPool, Rows, count_rows
 from ringflash.ring.exchange import Exchange
 from ringflash.ring.gathered import GatheredVisit, visits_of
+from ringflash.ring.ranges import union_of_ranges
 from ringflash.ring.wires import Tensors, Wire
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ class Blocks:
         self._arriving: dict[tuple[int, int], Block] = {}
         self._pool = BufferPool(wire.row_shape, wire.dtype, wire.device)
         self._gathered = gathered_visit(plan, rank)
+        # Where all readers are sent theirs at once, what several read is packed once.
+        self._sent = own_rows_sent(plan, pass_, rank) if plan.routing == "allgather" else None
+        self._packed: Block | None = None
         for step in range(num_steps(plan, pass_) if self._gathered is None else 0):
             for message in plan.recvs(rank, step, pass_):
                 if not message.is_gradient:
@@ -39,8 +43,13 @@ class Blocks:
 
     def outgoing(self, message: Message) -> Tensor:
         slot = ("send", message.lane)
-        if message.owner == self._rank:
+        if message.owner == self._rank and self._sent is None:
             return self._wire.pack(self._own, message.rows, self._pool.take(slot, count_rows(message.rows)))
+        if message.owner == self._rank:
+            if self._packed is None:
+                self._packed = Block(self._sent, self._wire.pack(
+                    self._own, self._sent, self._pool.take(("send",), count_rows(self._sent))))
+            return self._packed.part(message.rows, self._pool, slot).data
         return self._resident[message.owner, message.lane].part(message.rows, self._pool, slot).data
 
     def incoming(self, message: Message) -> Tensor:
@@ -171,6 +180,12 @@ class Gradients:
             raise RuntimeError(f"ring plan: at step {step} rank {self._rank} received gradients of blocks it does not hold: "
                                f"{stray}")
         self._partial, self._arriving, self._homing = {}, [], []
+
+
+def own_rows_sent(plan: Plan, pass_: str, rank: int) -> Rows:
+    """The rank's own rows that it sends to anybody."""
+    return union_of_ranges(message.rows for step in range(num_steps(plan, pass_)) for message in plan.sends(rank, step, pass_)
+                           if message.owner == rank and not message.is_gradient)
 
 
 def gathered_visit(plan: Plan, rank: int) -> GatheredVisit | None:
