@@ -52,7 +52,7 @@ def ring_attention(
 
     routing: how K and V reach their readers: "ring", hop by hop; "direct", from owner to reader, one of each per step;
         "allgather", all that is read in one step, and all gradients back in one, for sequences so short that the number of exchanges counts
-        and not their overlap with kernels; "auto", ring or direct, by bytes (Note [Ring or direct]). All are exact.
+        and not their overlap with kernels; "auto", any of them, by the rows that ranks read (Note [Ring or direct]). All are exact.
 
     Returns out [B, S_local, Hq, Dv] in q's dtype, and with return_lse also lse [B, Hq, S_local], fp32 (fp64 for fp64), natural
     log; both differentiable. A row that sees no key has out 0, lse -inf and gradient 0, whatever its memory holds; with sinks its

@@ -60,7 +60,7 @@ class AttentionConfig:
     layout: str = "zigzag"
     kernel: str = "auto"
     exchange: str = "auto"
-    routing: str = "auto"  # how K and V reach their readers; auto: ring or direct, by bytes
+    routing: str = "auto"  # how K and V reach their readers; auto: by the rows that ranks read
     rotate: str = "auto"  # what goes round in the backward: kv, or q (the Q side); auto: whichever sends fewer bytes
     window_size: list[int] = field(default_factory=lambda: [-1, -1])  # (left, right), -1: unlimited
     first_tokens: int = 0  # of each document: seen also where the window has left them
