@@ -96,22 +96,23 @@ def in_a_line(error: Exception, overrides: Sequence[str]) -> str:
     return "; ".join(misspelt(list(overrides))) or " ".join(str(error).split("Config search path")[0].split())
 
 
-def read_measured(path: Path) -> list[dict]:
+def read_measured(path: Path, option: str = "--measured", *, or_none: bool = False) -> list[dict]:
     """[{file, name, overrides, gpus, and of FIGURES what was measured, positive and finite}]; of a step that did not fit out_of_memory
-    instead of figures. ValueError for what is neither a run folder nor such a file, or has no record."""
+    instead of figures. ValueError, which begins with `option`, for what is neither a run folder nor such a file, or (without or_none)
+    has no record."""
     if path.is_dir():
-        records = [_read_folder(path)]
+        records = [_read_folder(path, option)]
     else:
         try:
             found = json.loads(path.read_text())
         except (OSError, ValueError) as error:
-            raise ValueError(f"--measured {path}: {error}") from error
+            raise ValueError(f"{option} {path}: {error}") from error
         records = found.get("records", [found]) if isinstance(found, dict) else found
-    if not isinstance(records, list) or not records:
-        raise ValueError(f"--measured {path}: must be a record of overrides with seconds or peak_gib, or a list of such, of one at "
+    if not isinstance(records, list) or not (records or or_none):
+        raise ValueError(f"{option} {path}: must be a record of overrides with seconds or peak_gib, or a list of such, of one at "
                          "least; plan.py measure --json FILE writes one")
-    return [_checked({"name": path.stem, "gpus": 1, "file": str(path), **record} if isinstance(record, dict) else record,
-                     f"--measured {path}: record {number}") for number, record in enumerate(records, 1)]
+    return [_checked({"gpus": 1, **record, "name": str(record.get("name", path.stem)), "file": str(path)} if isinstance(record, dict)
+                     else record, f"{option} {path}: record {number}") for number, record in enumerate(records, 1)]
 
 
 def _checked(record: Any, where: str) -> dict:
@@ -125,30 +126,30 @@ def _checked(record: Any, where: str) -> dict:
         return record
     known = [key for key in FIGURES if record.get(key) is not None]
     for key in known:
-        _number(record[key], f"{where}: {key}", or_zero=key == "host_gib")
+        check_number(record[key], f"{where}: {key}", or_zero=key == "host_gib")
     if not known:
         raise ValueError(f"{where}: has nothing that was measured; nearest: seconds or peak_gib")
     return record
 
 
-def _number(value: Any, where: str, *, or_zero: bool = False) -> None:
+def check_number(value: Any, where: str, *, or_zero: bool = False) -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or value < 0 or (value == 0 and not or_zero):
         raise ValueError(f"{where}={value}: must be a finite number {'from' if or_zero else 'above'} 0")
 
 
-def _read_folder(folder: Path) -> dict:
+def _read_folder(folder: Path, option: str) -> dict:
     overrides, metrics = folder / ".hydra" / "overrides.yaml", folder / "metrics.jsonl"
     if not overrides.is_file() or not metrics.is_file():
-        raise ValueError(f"--measured {folder}: no run folder, it has no {'metrics.jsonl' if overrides.is_file() else '.hydra'}")
+        raise ValueError(f"{option} {folder}: no run folder, it has no {'metrics.jsonl' if overrides.is_file() else '.hydra'}")
     try:
         words = OmegaConf.to_container(OmegaConf.load(overrides))
     except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ValueError(f"--measured {overrides}: {' '.join(str(error).split())}") from error
-    steps = _steps(metrics)
+        raise ValueError(f"{option} {overrides}: {' '.join(str(error).split())}") from error
+    steps = _steps(metrics, option)
     later = steps[1:] or steps              # the first step compiles and warms up
     if not later:
-        raise ValueError(f"--measured {folder}: no step is in its metrics.jsonl")
+        raise ValueError(f"{option} {folder}: no step is in its metrics.jsonl")
     return {"name": folder.name, "overrides": words,
             "gpus": round(later[0]["tokens_per_s"] / later[0]["tokens_per_s_per_rank"]),
             # A row has the tokens of all steps so far.
@@ -157,11 +158,11 @@ def _read_folder(folder: Path) -> dict:
             "peak_gib": max(row["peak_memory_gib"] for row in later)}
 
 
-def _steps(metrics: Path) -> list[dict]:
+def _steps(metrics: Path, option: str) -> list[dict]:
     """Rows of the training steps that changed the weights. ValueError naming file and line for what is no such row."""
     found = []
     for number, line in enumerate(metrics.read_text(errors="replace").splitlines(), 1):
-        where = f"--measured {metrics}: line {number}"
+        where = f"{option} {metrics}: line {number}"
         try:
             row = json.loads(line)
         except ValueError as error:
@@ -170,6 +171,6 @@ def _steps(metrics: Path) -> list[dict]:
             raise ValueError(f"{where}: is no row of a run, it has no kind")
         if row["kind"] == "train" and "skipped" not in row:
             for key in _ROW:
-                _number(row.get(key), f"{where}: {key}")
+                check_number(row.get(key), f"{where}: {key}")
             found.append(row)
     return found

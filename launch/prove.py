@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LAUNCH = Path(__file__).resolve().parent
+MILLION_GIB = 125.0  # what a GPU must have for all parts of million.py
 _POLL_S = 0.2
 _PATIENCE_S = 10.0  # from SIGTERM to SIGKILL
 
@@ -54,8 +55,19 @@ def pytest_part(name: str, limit_s: float, what: str, *, alone: bool = False) ->
     return part(name, limit_s, f"-m pytest -v -m gpu {what}", alone=alone)
 
 
-def gpu_parts(gpus: int, has_hopper: bool) -> list[Part]:
-    """In the order in which they start: what compiles most first, since the cache of kernels is everybody's."""
+def choose(parts: Sequence[Part], words: str | None) -> list[Part]:
+    """Those whose names begin with one of these comma-separated words; None: all. ValueError naming --parts where there is none."""
+    if words is None:
+        return list(parts)
+    wanted = [word.strip() for word in words.split(",") if word.strip()]
+    unknown = [word for word in wanted if not any(p.name.startswith(word) for p in parts)]
+    if unknown or not wanted:
+        raise ValueError(f"--parts {','.join(unknown) or words}: no such part; there are {', '.join(p.name for p in parts)}")
+    return [p for p in parts if any(p.name.startswith(word) for word in wanted)]
+
+
+def gpu_parts(gpus: int, has_hopper: bool, memory_gib: float = 0.0) -> list[Part]:
+    """In the order in which they start: what compiles most first, since the cache of kernels is everybody's. memory_gib: of a GPU."""
     kernels = ["hopper", "triton"] if has_hopper else ["triton"]
     tests = {"hopper": "tests/gpu/test_hopper_gpu.py tests/gpu/test_hopper_backward_gpu.py",
              "triton": "tests/gpu/test_triton_gpu.py"}
@@ -94,6 +106,9 @@ def gpu_parts(gpus: int, has_hopper: bool) -> list[Part]:
             pytest_part("tests-copy", 300, "tests/gpu/test_copy_gpu.py", alone=True),
             part("multi", 600, "bench.py multi --json {out}/multi.json --png {out}/multi", alone=True),
         ]
+    if has_hopper and memory_gib > MILLION_GIB:
+        # Ends its own parts in time: what it starts are sessions of their own.
+        alone.append(part("million", 1300, "million.py --limit 1260 --out {out}/million", alone=True, needs_s=1300))
     return beside + alone
 
 
@@ -195,7 +210,7 @@ def _show(result: dict) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """0: every part that was asked for ran and succeeded. 1: not so. 2: there is no such part."""
     options = argparse.ArgumentParser("prove.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--parts", default="", help="comma-separated beginnings of names")
+    options.add_argument("--parts", help="comma-separated beginnings of names")
     options.add_argument("--limit", type=float, default=float("inf"), help="seconds in all")
     options.add_argument("--jobs", type=int, default=None, help="parts side by side (default: 10 on a GPU, 1 without)")
     options.add_argument("--out", type=Path, default=None, help="a folder; default outputs/prove-<time>")
@@ -204,15 +219,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     import torch
 
     gpus = torch.cuda.device_count()
-    parts = gpu_parts(gpus, torch.cuda.get_device_capability() == (9, 0)) if gpus else cpu_parts()
-    if options.parts:
-        wanted = options.parts.split(",")
-        unknown = [word for word in wanted if not any(p.name.startswith(word) for p in parts)]
-        if unknown:
-            print(f"prove: --parts {','.join(unknown)}: no such part; there are {', '.join(p.name for p in parts)}",
-                  file=sys.stderr)
-            return 2
-        parts = [p for p in parts if any(p.name.startswith(word) for word in wanted)]
+    parts = cpu_parts()
+    if gpus:
+        memory = torch.cuda.get_device_properties(0).total_memory / 2**30
+        parts = gpu_parts(gpus, torch.cuda.get_device_capability() == (9, 0), memory)
+    try:
+        parts = choose(parts, options.parts)
+    except ValueError as error:
+        print(f"prove: {error}", file=sys.stderr)
+        return 2
     if options.list:
         for p in parts:
             print(f"{p.name:<16} {p.command}")

@@ -51,9 +51,18 @@ def test_an_unknown_part_is_refused_by_name(capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert prove.main(["--parts", "matrix,mtarix"]) == 2
     assert "mtarix" in capsys.readouterr().err
+    for nothing in (",", "", " , "):
+        assert prove.main(["--parts", nothing]) == 2
+        assert f"prove: --parts {nothing}: no such part; there are planted, " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("parts", [cpu_parts(), gpu_parts(1, False), gpu_parts(1, True), gpu_parts(8, True)])
+def test_a_million_tokens_are_asked_of_a_card_that_can_hold_them_last_and_alone():
+    assert not any(part.name == "million" for parts in (gpu_parts(1, True), gpu_parts(8, False, 140.0)) for part in parts)
+    last = gpu_parts(1, True, 139.8)[-1]
+    assert last.name == "million" and last.alone and float(last.argv[last.argv.index("--limit") + 1]) < last.limit_s
+
+
+@pytest.mark.parametrize("parts", [cpu_parts(), gpu_parts(1, False), gpu_parts(1, True), gpu_parts(8, True, 140.0)])
 def test_every_part_has_a_name_of_its_own_and_files_that_exist(parts):
     assert len({part.name for part in parts}) == len(parts)
     for part in parts:
