@@ -56,7 +56,7 @@ def pytest_part(name: str, limit_s: float, what: str, *, alone: bool = False) ->
 
 
 def choose(parts: Sequence[Part], words: str | None) -> list[Part]:
-    """Those whose names begin with one of these comma-separated words; None: all. ValueError naming --parts where there is none."""
+    """Those whose names begin with one of these comma-separated words; None: all. ValueError naming --parts for none."""
     if words is None:
         return list(parts)
     wanted = [word.strip() for word in words.split(",") if word.strip()]
@@ -67,7 +67,8 @@ def choose(parts: Sequence[Part], words: str | None) -> list[Part]:
 
 
 def gpu_parts(gpus: int, has_hopper: bool, memory_gib: float = 0.0) -> list[Part]:
-    """In the order in which they start: what compiles most first, since the cache of kernels is everybody's. memory_gib: of a GPU."""
+    """In the order in which they start: what compiles most first, since the cache of kernels is everybody's. memory_gib: of one
+    GPU."""
     kernels = ["hopper", "triton"] if has_hopper else ["triton"]
     tests = {"hopper": "tests/gpu/test_hopper_gpu.py tests/gpu/test_hopper_backward_gpu.py",
              "triton": "tests/gpu/test_triton_gpu.py"}
@@ -85,7 +86,7 @@ def gpu_parts(gpus: int, has_hopper: bool, memory_gib: float = 0.0) -> list[Part
         part("matrix-fp32", 200, "check.py --quick --kernels triton --dtypes fp32"),
         part("planted", 120, "check.py --planted all"),
         pytest_part("tests-rest", 400, "-n 4 tests/gpu/test_masks_gpu.py tests/gpu/test_rotate_gpu.py "
-                    "tests/gpu/test_embedding_gpu.py tests/model/test_loss.py"),
+                    "tests/gpu/test_embedding_gpu.py tests/gpu/test_activations_gpu.py tests/model/test_loss.py"),
     ]
     best = kernels[0]
     alone += [

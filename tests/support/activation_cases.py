@@ -51,7 +51,7 @@ def model(config: ModelConfig = PLAIN, attention: Callable | None = None, *, ker
 
 def step(made: Transformer, tokens: Tensor, positions: Tensor, labels: Tensor, layout: Any, *, bf16: bool = False) -> Step:
     """Forward and backward of the mean loss of 100 tokens."""
-    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=bf16):
         loss = made(tokens, positions, labels, layout=layout)
     (loss / 100).backward()
     return Step(loss.detach(), {name: parameter.grad for name, parameter in made.named_parameters()})
