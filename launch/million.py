@@ -7,8 +7,8 @@
     python launch/million.py --tokens 32768                  all of it at another length
 
 One after the other, since they are timed. Each is a command of this repository; checkpoints (5 GiB) and the tokenised text go to
---scratch. Further words are overrides for all of them. The table and million.json say what holds, and what a claim still lacks; exit
-code 1 where something does not hold, failed, or did not run.
+--scratch. Further words are overrides for all of them. The table and million.json say what holds, and what a claim still lacks;
+exit code 1 where something does not hold, failed, or did not run.
 """
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class Run:
     ranks: int = 1
 
     def __str__(self) -> str:
-        return f"{self.tokens:,} tokens" + (f", {self.policy}" if self.policy else "") + (f", {self.ranks} ranks" if self.ranks > 1 else "")
+        more = [self.policy] if self.policy else []
+        return ", ".join([f"{self.tokens:,} tokens", *more, *([f"{self.ranks} ranks"] if self.ranks > 1 else [])])
 
 
 def runs(tokens: int) -> dict[str, list[Run]]:
@@ -79,8 +80,8 @@ def parts(tokens: int, scratch: str, words: Sequence[str] = ()) -> list[Part]:
         # Tiles so small that attention, not a tile's MLP, is what needs most memory at each of these lengths.
         sizes = dict.fromkeys(each.ranks for each in wanted[name])
         rows = dict.fromkeys(each.tokens // each.ranks for each in wanted[name])
-        return part(name, 150, f"plan.py measure {model} model.num_layers=4 train.tile_rows={tokens // 512} attention.layout=zigzag "
-                               f"--processes {','.join(map(str, sizes))} --rows {','.join(map(str, rows))} "
+        return part(name, 150, f"plan.py measure {model} model.num_layers=4 train.tile_rows={tokens // 512} "
+                               f"attention.layout=zigzag --processes {','.join(map(str, sizes))} --rows {','.join(map(str, rows))} "
                                f"--json {{out}}/{name}.json", needs_s=40)
 
     return [
@@ -101,12 +102,12 @@ def parts(tokens: int, scratch: str, words: Sequence[str] = ()) -> list[Part]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: every part that was asked for ran, and all that is claimed was measured and holds. 1: not so. 2: it cannot be asked so."""
+    """0: every part that was asked for ran, and all that is claimed was measured and holds. 1: not so. 2: it cannot be."""
     parser = argparse.ArgumentParser("million.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", help="as of ringflash train, for all parts")
     parser.add_argument("--parts", help="comma-separated beginnings of names")
     parser.add_argument("--limit", type=duration, default=float("inf"), help="seconds in all")
-    parser.add_argument("--jobs", type=count(1), default=1, help="parts side by side: of ranks-*, which are not timed (default 1)")
+    parser.add_argument("--jobs", type=count(1), default=1, help="parts side by side: ranks-*, which are not timed (default 1)")
     parser.add_argument("--tokens", type=count(1024), default=MILLION, help=f"of the long steps (default {MILLION:,})")
     parser.add_argument("--out", type=Path, help="a folder; default outputs/million-<time>")
     parser.add_argument("--scratch", type=Path, help="a folder for checkpoints and tokens (default: a temporary one, removed)")

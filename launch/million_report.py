@@ -56,8 +56,8 @@ class Evidence:
                 and "out_of_memory" not in record and tokens in (None, record["tokens"])}
 
     def judged(self, text: str, good: bool | None, found: str, parts: Iterable[str], only: Sequence[str] | None = None) -> Claim:
-        """A claim on the runs of these parts, of which only those of some policies (None: all): it fails where one of them did, and holds
-        where none is missing."""
+        """A claim on the runs of these parts, of which only those of some policies (None: all): it fails where one of them did,
+        and holds where none is missing."""
         failures, lacks = [], []
         for part in parts:
             verdict = self.verdicts.get(part, {"verdict": "not run"})
@@ -84,15 +84,15 @@ class Evidence:
 
 
 def report(folders: Sequence[Path], out: Path) -> int:
-    """Prints the tables and writes out/million.json. 0 where every part succeeded, and all that is claimed was measured and holds.
-    ValueError naming the file where one cannot be read."""
+    """Prints the tables and writes out/million.json. 0 where every part succeeded, and all that is claimed was measured and
+    holds. ValueError naming the file where one cannot be read."""
     verdicts = read_verdicts(folders)
     calibration = _best(folders, "calibration.json", verdicts.get("calibration"))
     hardware = hardware_of("h200", calibration)
     records = list(measured(folders, verdicts))
     if not records and not verdicts and _best(folders, "ranks-equal.json", None) is None:
-        raise ValueError(f"--report {', '.join(map(str, folders))}: nothing that million.py measured is there; nearest: a folder that "
-                         "million.py wrote")
+        raise ValueError(f"--report {', '.join(map(str, folders))}: nothing that million.py measured is there; nearest: a folder "
+                         "that million.py wrote")
     for record in records:
         expected = predicted(record, hardware, read_config)
         job = expected.job
@@ -101,17 +101,18 @@ def report(folders: Sequence[Path], out: Path) -> int:
                    "document_mask": job.cfg.data.document_mask,
                    "allowed_pairs": sum(layers * mask_pairs(mask, job.seq_len) for mask, layers in job.layers_by_mask),
                    "parameters_of_layers": job.sizes.num_layers * job.sizes.layer}
-    head = ["part", "what", "ranks", "seconds", "predicted", "error", "TFLOP/s", "GiB", "predicted", "error", "host GiB", "predicted",
-            "error", "loss"]
+    head = ["part", "what", "ranks", "seconds", "predicted", "error", "TFLOP/s", "GiB", "predicted", "error", "host GiB",
+            "predicted", "error", "loss"]
     if records:
         print(table([head, *map(_row, records)], left=(0, 1)))
         print(f"predictions: {calibration or 'the table of plan, NOT calibrated'}; TFLOP/s: of the model, causal-exact; GiB: the "
-              "most\nthat tensors took at a time (max_memory_allocated); the first step of a run has no optimizer state in it; ranks-*: "
-              "no seconds,\nthey share a card, and may run side by side")
+              "most\nthat tensors took at a time (max_memory_allocated); the first step of a run has no optimizer state in it; "
+              "ranks-*: no seconds,\nthey share a card, and may run side by side")
     print()
     for part in verdicts.values():
         if part["verdict"] != "ok":
-            print(f"{part['verdict'].upper():<7}  part {part['name']}, after {part.get('seconds', 0):.0f} s: {part.get('last', '')}")
+            took, last = part.get("seconds", 0), part.get("last", "")
+            print(f"{part['verdict'].upper():<7}  part {part['name']}, after {took:.0f} s: {last}")
     evidence = Evidence(records, verdicts, _tokens(records, verdicts))
     found = claims(evidence, is_calibrated=calibration is not None)
     found.append(equality(_best(folders, "ranks-equal.json", verdicts.get("ranks-equal")), verdicts.get("ranks-equal")))
@@ -145,8 +146,8 @@ def _best(folders: Sequence[Path], name: str, verdict: dict | None) -> Path | No
 
 
 def measured(folders: Sequence[Path], verdicts: dict[str, dict]) -> Iterable[dict]:
-    """Every record of the folders, with its part, also of steps that ran out of memory. ValueError for one that lacks what its part
-    measures."""
+    """Every record of the folders, with its part, also of steps that ran out of memory. ValueError for one that lacks what its
+    part measures."""
     names = [*FOLDERS, *(path.stem for kind in FILES for folder in folders for path in sorted(folder.glob(f"{kind}*.json")))]
     for part in dict.fromkeys(names):
         path = _best(folders, part if part in FOLDERS else f"{part}.json", verdicts.get(part))
@@ -183,28 +184,28 @@ def _row(record: dict) -> list[object]:
         cells["host_gib"] = [""] * 3
     tflops = record.get("tflops_per_gpu") if "seconds" in record else None
     loss = record.get("loss")
-    return [record["part"], what, record["gpus"], *cells["seconds"], "-" if tflops is None else f"{tflops:.0f}", *cells["peak_gib"],
-            *cells["host_gib"], "-" if loss is None else f"{loss:.4f}"]
+    return [record["part"], what, record["gpus"], *cells["seconds"], "-" if tflops is None else f"{tflops:.0f}",
+            *cells["peak_gib"], *cells["host_gib"], "-" if loss is None else f"{loss:.4f}"]
 
 
 def claims(evidence: Evidence, *, is_calibrated: bool) -> list[Claim]:
-    steps = [record for part in FOLDERS for record in evidence.records if record["part"] == part and "out_of_memory" not in record]
+    steps = [record for part in FOLDERS for record in evidence.of(part).values()]
     found = [_long(evidence, steps)]
     losses = [record["loss"] for record in steps if record.get("loss") is not None]
-    found.append(evidence.judged("the loss of the same batch falls, from a step to the next through a checkpoint and another policy",
-                                 losses[1] < losses[0] if len(losses) == 2 else None,
+    text = "the loss of the same batch falls, from a step to the next through a checkpoint and another policy"
+    found.append(evidence.judged(text, losses[1] < losses[0] if len(losses) == 2 else None,
                                  ", then ".join(f"{loss:.4f}" for loss in losses), FOLDERS))
     found.append(_twice(evidence))
     everything = [part for part, listed in evidence.runs.items() if listed]
     timed = [part for part in everything if not part.startswith("ranks-memory")]
-    for key, name, unit, allowed, parts, only in (
-            ("seconds", "time", "steps", TIME_ERROR, timed, None), ("peak_gib", "memory", "steps", MEMORY_ERROR, everything, None),
-            ("host_gib", "host memory of offload", "steps", MEMORY_ERROR, timed, ("offload",))):
+    for key, name, allowed, parts, only in (("seconds", "time", TIME_ERROR, timed, None),
+                                            ("peak_gib", "memory", MEMORY_ERROR, everything, None),
+                                            ("host_gib", "host memory of offload", MEMORY_ERROR, timed, ("offload",))):
         errors = [record[f"predicted_{key}"] / record[key] - 1 for record in evidence.records if record.get(key)
                   and (only is None or record["activations"] in only)]
         worst = max(errors, key=abs, default=None)
         text = f"{name} within {100 * allowed:.0f}% of what a calibration of at most 64K tokens predicts"
-        said = "" if worst is None else f"{len(errors)} {unit}, the largest error {100 * worst:+.1f}%" \
+        said = "" if worst is None else f"{len(errors)} steps, the largest error {100 * worst:+.1f}%" \
             + ("" if is_calibrated else ", without a calibration")
         good = None if worst is None or (abs(worst) <= allowed and not is_calibrated) else abs(worst) <= allowed
         found.append(evidence.judged(text, good, said, parts, only))
@@ -215,8 +216,8 @@ def _long(evidence: Evidence, steps: Sequence[dict]) -> Claim:
     what = "the long step"
     if steps:
         masked, first = "" if steps[0]["document_mask"] else " (no document mask)", steps[0]
-        what = (f"{first['tokens']:,} tokens, {first['layers']} layers of {first['parameters_of_layers'] / 1e6:.0f} M parameters, "
-                f"{first['allowed_pairs']:,} allowed pairs{masked}")
+        what = (f"{first['tokens']:,} tokens, {first['layers']} layers of {first['parameters_of_layers'] / 1e6:.0f} M "
+                f"parameters, {first['allowed_pairs']:,} allowed pairs{masked}")
     rates = [record.get("tflops_per_gpu") or 0 for record in steps]
     said = "; ".join(f"{record['activations']}: {record['seconds']:.1f} s, {rate:.0f} TFLOP/s, {record['peak_gib']:.1f} GiB"
                      for record, rate in zip(steps, rates))
@@ -226,13 +227,15 @@ def _long(evidence: Evidence, steps: Sequence[dict]) -> Claim:
 
 def _twice(evidence: Evidence) -> Claim:
     done = evidence.of("two-layers", tokens=2 * evidence.tokens).get(SAVE)
-    said = "" if done is None else (f"{done['tokens']:,} tokens, {done['parameters_of_layers'] / 1e6:.0f} M parameters in layers, "
-                                    f"{done['allowed_pairs']:,} pairs: {done['seconds']:.1f} s, {done['peak_gib']:.1f} GiB")
+    said = "" if done is None else (
+        f"{done['tokens']:,} tokens, {done['parameters_of_layers'] / 1e6:.0f} M parameters in layers, {done['allowed_pairs']:,} "
+        f"pairs: {done['seconds']:.1f} s, {done['peak_gib']:.1f} GiB")
     return evidence.judged("a step of two layers at twice the length", None if done is None else True, said, ["two-layers-twice"])
 
 
 def _policies(evidence: Evidence) -> list[Claim]:
-    """What block_save_attention saves beside block: attention's forward. What offload costs beside it: nothing, or copies; and saves."""
+    """What block_save_attention saves beside block: attention's forward. What offload costs beside it (nothing, or copies), and
+    what memory it saves."""
     half, quarter = evidence.tokens // 2, evidence.tokens // 4
     whole = {record["activations"]: record for part in FOLDERS for record in evidence.of(part).values()}
     few = {tokens: evidence.of("two-layers", tokens=tokens) for tokens in (quarter, evidence.tokens)}
@@ -240,21 +243,23 @@ def _policies(evidence: Evidence) -> list[Claim]:
               ("offload", f"{half:,} tokens, all layers", evidence.of("offload", tokens=half), ("offload",), None),
               *((other, f"{quarter:,} tokens, two layers", few[quarter], ("two-layers-quarter",), (other, SAVE))
                 for other in ("block", "offload")),
-              ("offload", f"{evidence.tokens:,} tokens, two layers", few[evidence.tokens], ("two-layers-save", "two-layers-offload"), None)]
+              ("offload", f"{evidence.tokens:,} tokens, two layers", few[evidence.tokens],
+               ("two-layers-save", "two-layers-offload"), None)]
     found = []
     for other, where, of, parts, only in groups:
         good, said = None, ""
         if other in of and SAVE in of:
             ratio, foreseen = (of[other][key] / of[SAVE][key] for key in ("seconds", "predicted_seconds"))
             good, said = abs(foreseen / ratio - 1) <= TIME_ERROR, f"{ratio:.3f}, predicted {foreseen:.3f}"
-        found.append(evidence.judged(f"{other} over {SAVE}, {where}: seconds within {100 * TIME_ERROR:.0f}% of the prediction", good,
-                                     said, parts, only))
+        found.append(evidence.judged(f"{other} over {SAVE}, {where}: seconds within {100 * TIME_ERROR:.0f}% of the prediction",
+                                     good, said, parts, only))
     of, good, said = evidence.of("offload", tokens=half), None, ""
     if len(of) == 2:
         saved, foreseen = (of[SAVE][key] - of["offload"][key] for key in ("peak_gib", "predicted_peak_gib"))
         good = saved > 0 and abs(foreseen - saved) <= MEMORY_ERROR * of[SAVE]["peak_gib"]
-        said = (f"{saved:.1f} GiB, predicted {foreseen:.1f}, of {of[SAVE]['peak_gib']:.1f}; {of['offload'].get('host_gib') or 0:.1f} "
-                f"GiB of host memory, predicted {of['offload']['predicted_host_gib']:.1f}")
+        host, foreseen_host = of["offload"].get("host_gib") or 0, of["offload"]["predicted_host_gib"]
+        said = (f"{saved:.1f} GiB, predicted {foreseen:.1f}, of {of[SAVE]['peak_gib']:.1f}; {host:.1f} GiB of host memory, "
+                f"predicted {foreseen_host:.1f}")
     found.append(evidence.judged(f"offload saves memory, {half:,} tokens, all layers: as much as predicted, within "
                                  f"{100 * MEMORY_ERROR:.0f}% of the peak without", good, said, ["offload"]))
     return found
@@ -271,8 +276,8 @@ def _ranks(evidence: Evidence) -> list[Claim]:
     said = "; ".join(f"{rows:,} rows: " + ", ".join(f"{gib:.2f}" for _, gib in sorted(of.items()))
                      for rows, of in sorted(peaks.items()))
     sizes = sorted({ranks for of in peaks.values() for ranks in of})
-    first = evidence.judged(f"memory of a rank at equal rows: rings of 1, 2 and 4 differ by their buffers, at most {100 * FLAT:.0f}%",
-                            max(flat) <= FLAT if flat else None,
+    text = f"memory of a rank at equal rows: rings of 1, 2 and 4 differ by their buffers, at most {100 * FLAT:.0f}%"
+    first = evidence.judged(text, max(flat) <= FLAT if flat else None,
                             f"GiB, {' '.join(map(str, sizes))} ranks: {said}" if peaks else "", needed)
     bends = []
     for ranks in sizes:
@@ -287,13 +292,17 @@ def _ranks(evidence: Evidence) -> list[Claim]:
 
 def equality(path: Path | None, verdict: dict | None) -> Claim:
     """Of what check.py --train wrote, or of why it did not."""
-    text, said = "4 ranks give the step of one: loss, gradients, their norm, weights after it", (verdict or {}).get("verdict", "not run")
+    text = "4 ranks give the step of one: loss, gradients, their norm, weights after it"
+    said = (verdict or {}).get("verdict", "not run")
+    if path is None and said == "failed":
+        return Claim(text, False, f"failed: {verdict.get('last', '')}")
     if path is None:
-        return Claim(text, False, f"failed: {verdict.get('last', '')}") if said == "failed" else Claim(text, None, "", (f"ranks-equal ({said})",))
+        return Claim(text, None, "", (f"ranks-equal ({said})",))
     try:
         rows = [row for record in json.loads(path.read_text()).get("train", []) for row in record["rows"]]
         good = sum(row["ok"] for row in rows)
         worst = max((row["error"] / row["budget"] for row in rows if row["budget"]), default=0.0)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"--report {path}: must be what check.py --train --json writes: {error!r}") from error
-    return Claim(text, bool(rows) and good == len(rows), f"{good} of {len(rows)} quantities within budget, worst {worst:.2f} of it")
+    return Claim(text, bool(rows) and good == len(rows),
+                 f"{good} of {len(rows)} quantities within budget, worst {worst:.2f} of it")

@@ -30,7 +30,7 @@ ReadConfig = Callable[[Sequence[str], int], Config]
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--measured", metavar="RUN", nargs="+", required=True,
-                        help="run folders of ringflash train, or JSON: {overrides, seconds, peak_gib, host_gib, gpus}, or a list of such")
+                        help="run folders of ringflash train, or JSON: {overrides, seconds, peak_gib, host_gib, gpus}, or a list")
     parser.add_argument("--calibration", metavar="FILE")
     parser.add_argument("--gpu", default="h200", help=f"kind: {', '.join(GPUS)} (default h200)")
     parser.add_argument("--gpus-per-host", type=int, default=8)
@@ -41,15 +41,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, read_config: ReadConfig) -> int:
     """1 where an error is larger than it may be, or a step did not fit the memory."""
     hardware = hardware_of(options.gpu, options.calibration)
-    head, is_good = ["run", "GPUs", "seconds", "predicted", "error", "GiB", "predicted", "error", "host GiB", "predicted", "error"], True
-    rows = [head]
+    head = [cell for unit in ("seconds", "GiB", "host GiB") for cell in (unit, "predicted", "error")]
+    rows, is_good = [["run", "GPUs", *head]], True
     for record in (record for path in options.measured for record in read_measured(Path(path))):
         cells, good = compare(record, hardware, options, read_config)
         rows.append(cells)
         is_good &= good
     print(table(rows, left=(0,)))
-    print(f"allowed: {100 * options.max_time_error:g}% of the seconds, {100 * options.max_memory_error:g}% of the tensors' peak and "
-          f"of the host's memory: {'held' if is_good else 'NOT held'}")
+    print(f"allowed: {100 * options.max_time_error:g}% of the seconds, {100 * options.max_memory_error:g}% of the tensors' peak "
+          f"and of the host's memory: {'held' if is_good else 'NOT held'}")
     return 0 if is_good else 1
 
 
@@ -97,9 +97,9 @@ def in_a_line(error: Exception, overrides: Sequence[str]) -> str:
 
 
 def read_measured(path: Path, option: str = "--measured", *, or_none: bool = False) -> list[dict]:
-    """[{file, name, overrides, gpus, and of FIGURES what was measured, positive and finite}]; of a step that did not fit out_of_memory
-    instead of figures. ValueError, which begins with `option`, for what is neither a run folder nor such a file, or (without or_none)
-    has no record."""
+    """[{file, name, overrides, gpus, and of FIGURES what was measured, positive and finite}]; of a step that did not fit
+    out_of_memory instead of figures. ValueError, which begins with `option`, for what is neither a run folder nor such a file, or
+    (without or_none) has no record."""
     if path.is_dir():
         records = [_read_folder(path, option)]
     else:
@@ -111,11 +111,12 @@ def read_measured(path: Path, option: str = "--measured", *, or_none: bool = Fal
     if not isinstance(records, list) or not (records or or_none):
         raise ValueError(f"{option} {path}: must be a record of overrides with seconds or peak_gib, or a list of such, of one at "
                          "least; plan.py measure --json FILE writes one")
-    return [_checked({"gpus": 1, **record, "name": str(record.get("name", path.stem)), "file": str(path)} if isinstance(record, dict)
-                     else record, f"{option} {path}: record {number}") for number, record in enumerate(records, 1)]
+    return [_checked(record, path, f"{option} {path}: record {number}") for number, record in enumerate(records, 1)]
 
 
-def _checked(record: Any, where: str) -> dict:
+def _checked(record: Any, path: Path, where: str) -> dict:
+    if isinstance(record, dict):
+        record = {"gpus": 1, **record, "name": str(record.get("name", path.stem)), "file": str(path)}
     words = record.get("overrides") if isinstance(record, dict) else None
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise ValueError(f"{where}: overrides={words}: must be a list of words, as of ringflash train; nearest: [\"model=base\"]")

@@ -6,8 +6,8 @@
 
 A step is that of launch/train.py (its Trainer, data and optimizer). Before each, a short one of the same model and policy compiles
 kernels and makes the optimizer's state, and host memory is pinned: neither is in the seconds. --processes starts rings of so many
-ranks on this machine. Ranks of a ring that share a card take turns on it: their seconds say nothing and are not compared. The file is
-what `plan.py compare --measured` reads; it also lists what was asked for, so that what is missing shows.
+ranks on this machine. Ranks of a ring that share a card take turns on it: their seconds say nothing and are not compared. The
+file is what `plan.py compare --measured` reads; it also lists what was asked for, so that what is missing shows.
 """
 from __future__ import annotations
 
@@ -145,9 +145,9 @@ def ring_work(rank: Rank, cfg: Config, runs: Sequence[Run]) -> list[dict]:
 
 
 def measure(cfg: Config, world: World, runs: Sequence[Run], note: Callable[[dict], None]) -> None:
-    """A step of each run on this rank; note() gets {name, gpus, more (overrides), seconds, peak_gib, reserved_gib, host_gib (pinned;
-    None without a GPU), tflops_per_gpu, allowed_pairs, loss, grad_norm, data_wait_ms}, or of one that did not fit out_of_memory
-    instead of figures."""
+    """A step of each run on this rank; note() gets {name, gpus, more (overrides), seconds, peak_gib, reserved_gib, host_gib
+    (pinned; None without a GPU), tflops_per_gpu, allowed_pairs, loss, grad_norm, data_wait_ms}, or of one that did not fit
+    out_of_memory instead of figures."""
     on_gpu = world.device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(world.device)
@@ -193,7 +193,8 @@ def step(trainer: Trainer) -> dict:
     reserved = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
     flops = meter.step_flops(0)
     return {"seconds": seconds, "peak_gib": meter.memory() / 2**30, "reserved_gib": reserved / 2**30,
-            "host_gib": host_bytes(trainer) / 2**30 if device.type == "cuda" else None, "tflops_per_gpu": flops / seconds / world.world_size / 1e12,
+            "host_gib": host_bytes(trainer) / 2**30 if device.type == "cuda" else None,
+            "tflops_per_gpu": flops / seconds / world.world_size / 1e12,
             "model_flops": flops, "layers": trainer.cfg.model.num_layers, "parameters": trainer.num_parameters,
             "allowed_pairs": allowed_pairs(trainer), "loss": result.loss, "grad_norm": result.grad_norm,
             "data_wait_ms": result.data_wait_ms}
