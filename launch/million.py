@@ -1,6 +1,6 @@
 """One million tokens on one GPU: every claim measured, beside what `plan` predicts from a calibration of at most 64K tokens.
 
-    python launch/million.py                                 all parts, about 16 minutes on an H200, into outputs/million-<time>/
+    python launch/million.py                                 all parts, about 15 minutes on an H200, into outputs/million-<time>/
     python launch/million.py --list                          what they are, as commands to be run by hand
     python launch/million.py --parts step,resume --limit 300     those whose names begin so; what has no time left is "not run"
     python launch/million.py --report outputs/million-...    the table again, also of several folders together

@@ -1,5 +1,7 @@
 """`ringflash plan`: what it prints, refuses, measures and compares."""
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +25,14 @@ def test_a_plan_names_memory_by_part_seconds_communication_the_best_division_and
     assert best["fits"] and best["seconds"] == pytest.approx(sum(best["seconds_by_part"].values()))
     assert best["ring"] * best["ulysses"] * best["dp"] == 8 and written["longest"] >= 1 << 20
     assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_calibration_of_an_h200_that_is_here_predicts_what_the_readme_says(capsys):
+    root = Path(__file__).resolve().parents[2]
+    assert plan.main([*LLAMA, "--gpus", "8", "--calibration", str(root / "docs/calibration_h200.json")]) == 0
+    found = re.search(r"predicted: ([\d.]+) s per step, .*, ([\d.]+) model-TFLOP/s per GPU", capsys.readouterr().out)
+    row = next(line for line in (root / "README.md").read_text().splitlines() if "either, with the rates measured" in line)
+    assert f"| {float(found[1]):.0f} |" in row and f"| {found[2]} |" in row
 
 
 def test_what_is_given_is_not_searched_and_rates_and_documents_change_the_prediction(capsys):
