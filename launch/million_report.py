@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -206,9 +206,9 @@ def claims(evidence: Evidence, *, is_calibrated: bool) -> list[Claim]:
         worst = max(errors, key=abs, default=None)
         text = f"{name} within {100 * allowed:.0f}% of what a calibration of at most 64K tokens predicts"
         said = "" if worst is None else f"{len(errors)} steps, the largest error {100 * worst:+.1f}%" \
-            + ("" if is_calibrated else ", without a calibration")
-        good = None if worst is None or (abs(worst) <= allowed and not is_calibrated) else abs(worst) <= allowed
-        found.append(evidence.judged(text, good, said, parts, only))
+            + ("" if is_calibrated else " of what plan's table says")
+        claim = evidence.judged(text, abs(worst) <= allowed if errors and is_calibrated else None, said, parts, only)
+        found.append(claim if is_calibrated else replace(claim, lacks=("calibration", *claim.lacks)))
     return found + _policies(evidence) + _ranks(evidence)
 
 

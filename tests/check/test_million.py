@@ -131,6 +131,12 @@ def test_claims_fail_where_figures_are_not_as_claimed():
     assert held(no_saving, "offload saves memory") == [False]
 
 
+def test_without_a_calibration_nothing_is_said_of_what_one_predicts():
+    worse = [{**each, "predicted_seconds": 9e9} for each in everything()]
+    found = [claim for claim in claims(Evidence(worse, {}, T), is_calibrated=False) if "a calibration of at most" in claim.text]
+    assert [claim.holds for claim in found] == [None] * 3 and all(claim.lacks == ("calibration",) for claim in found)
+
+
 def test_a_claim_that_lacks_a_run_holds_in_part_and_says_which_and_why():
     without = [each for each in everything() if not (each["part"] == "two-layers-quarter" and each["activations"] == "block")]
     found = next(claim for claim in judged(without, {"two-layers-quarter": "late"}) if claim.text.startswith("time within"))
