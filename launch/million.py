@@ -81,8 +81,8 @@ def parts(tokens: int, scratch: str, words: Sequence[str] = ()) -> list[Part]:
         sizes = dict.fromkeys(each.ranks for each in wanted[name])
         rows = dict.fromkeys(each.tokens // each.ranks for each in wanted[name])
         return part(name, 150, f"plan.py measure {model} model.num_layers=4 train.tile_rows={tokens // 512} "
-                               f"attention.layout=zigzag --processes {','.join(map(str, sizes))} --rows {','.join(map(str, rows))} "
-                               f"--json {{out}}/{name}.json", needs_s=40)
+                               f"attention.layout=zigzag --processes {','.join(map(str, sizes))} "
+                               f"--rows {','.join(map(str, rows))} --json {{out}}/{name}.json", needs_s=40)
 
     return [
         part("step", 300, f"{train} train.steps=1 run.dir={scratch}/step", alone=True, needs_s=150 * long),
@@ -129,7 +129,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             for p in wanted:
                 print(f"{p.name:<18} {p.command}")
             return 0
-        return measure(wanted, options, scratch)
+        try:
+            folder, earlier = prepared(options.out or Path("outputs") / time.strftime("million-%Y%m%d-%H%M%S"))
+        except OSError as error:
+            print(f"million: --out {options.out}: must be a folder that can be written ({error.strerror})", file=sys.stderr)
+            return 2
+        except ValueError as error:
+            print(f"million: --out {error}; nearest: another folder", file=sys.stderr)
+            return 2
+        return measure(wanted, options, scratch, folder, earlier)
 
 
 def check(overrides: Sequence[str]) -> None:
@@ -149,9 +157,22 @@ def check(overrides: Sequence[str]) -> None:
         raise ValueError(in_a_line(error, overrides)) from error
 
 
-def measure(wanted: Sequence[Part], options: argparse.Namespace, scratch: str) -> int:
-    folder = (options.out or Path("outputs") / time.strftime("million-%Y%m%d-%H%M%S")).resolve()
+def prepared(out: Path) -> tuple[Path, list[dict]]:
+    """The folder, and what its parts.json has of earlier parts. ValueError where that is none, OSError where nothing can be written
+    there."""
+    folder = out.resolve()
     folder.mkdir(parents=True, exist_ok=True)
+    known = folder / "parts.json"
+    if not known.is_file():
+        return folder, []
+    try:
+        earlier = json.loads(known.read_text())
+        return folder, [{**each, "name": each["name"]} for each in earlier]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{known}: must be the list of parts that million.py writes ({error!r})") from error
+
+
+def measure(wanted: Sequence[Part], options: argparse.Namespace, scratch: str, folder: Path, earlier: Sequence[dict]) -> int:
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", ALLOCATOR)
     print(f"PYTORCH_CUDA_ALLOC_CONF={os.environ['PYTORCH_CUDA_ALLOC_CONF']}, into {folder}", flush=True)
     for p in wanted:                        # what an earlier run left there is not this one's
@@ -166,10 +187,9 @@ def measure(wanted: Sequence[Part], options: argparse.Namespace, scratch: str) -
     for name in ("step", "resume"):
         if (Path(scratch) / name).is_dir():
             shutil.copytree(Path(scratch) / name, folder / name, ignore=shutil.ignore_patterns("checkpoints"), dirs_exist_ok=True)
-    known = folder / "parts.json"
-    earlier = json.loads(known.read_text()) if known.is_file() else []
     again = {result["name"] for result in results}
-    known.write_text(json.dumps([each for each in earlier if each["name"] not in again] + results, indent=1) + "\n")
+    kept = [each for each in earlier if each["name"] not in again]
+    (folder / "parts.json").write_text(json.dumps([*kept, *results], indent=1) + "\n")
     return show([folder], folder)
 
 

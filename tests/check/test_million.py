@@ -65,6 +65,17 @@ def test_what_cannot_be_run_is_refused_in_a_line_before_anything_runs(words, nam
     assert said.err.startswith(f"million: {named}") and said.err.count("\n") == 1 and not said.out
 
 
+def test_a_folder_that_cannot_take_the_results_is_refused_before_anything_runs(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(million, "run", lambda *given: pytest.fail("it ran"))
+    (tmp_path / "file").write_text("")
+    (tmp_path / "parts.json").write_text('{"a": 1}')
+    for out, named in (("file", "file: must be a folder that can be written (File exists)"), ("file/below", "(Not a directory)"),
+                       (".", "parts.json: must be the list of parts that million.py writes")):
+        assert million.main(["--out", str(tmp_path / out)]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"million: --out {tmp_path}") and named in said and said.count("\n") == 1
+
+
 def test_a_folder_without_figures_is_refused_and_a_list_names_its_scratch_folder(capsys, tmp_path):
     assert million.main(["--report", str(tmp_path)]) == 2 and "nothing that million.py measured" in capsys.readouterr().err
     assert million.main(["--list", "--parts", "resume"]) == 0
