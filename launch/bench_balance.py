@@ -25,7 +25,7 @@ from ringflash.launch.check_cells import DTYPES
 from ringflash.launch.check_table import environment, grid
 from ringflash.launch.counts import count
 from ringflash.ring.documents import lognormal_documents
-from ringflash.ring.gathered import GatheredVisit, visits_of
+from ringflash.ring.gathered import GatheredVisit, OwnVisit, positions_of, visits_of
 from ringflash.ring.loop import intervals_of, turns_of
 from ringflash.ring.plan import Plan, Visit, build_plan
 
@@ -112,27 +112,28 @@ class RankKernels:
         self.backend, self.scale = backend, tensors[0].shape[3] ** -0.5
         rows, device = torch.from_numpy(plan.layout.positions(rank)), tensors[0].device
         self.q, self.dout = (x.index_select(1, rows.to(device)) for x in (tensors[0], tensors[3]))
-        self.visits: list[tuple[Visit | GatheredVisit, torch.Tensor, torch.Tensor, Any]] = []
-        for step in range(plan.num_steps):
-            for visit in visits_of(plan, rank, step):
-                index = torch.from_numpy(_keys_of(plan, visit)).to(device)
+        self.visits: dict[str, list[tuple[Visit | OwnVisit | GatheredVisit, torch.Tensor, torch.Tensor, Any]]] = {}
+        for pass_ in PASSES:
+            self.visits[pass_] = found = []
+            for visit in (v for step in range(plan.num_steps) for v in visits_of(plan, rank, step, pass_)):
+                index = torch.from_numpy(positions_of(plan, visit)).to(device)
                 # As it arrives: rows first, K and V side by side.
                 block = torch.cat([x.index_select(1, index) for x in tensors[1:3]], dim=-1).transpose(0, 1).contiguous()
                 k, v = block.transpose(0, 1).split(tensors[1].shape[3], dim=-1)
-                self.visits.append((visit, k, v, intervals_of(plan, visit, device)))
-        takes_turns = len(self.visits) > 1 and getattr(backend, "takes_turns", False)
+                found.append((visit, k, v, intervals_of(plan, visit, device)))
+        takes_turns = len(self.visits["forward"]) > 1 and getattr(backend, "takes_turns", False)
         self.turns = turns_of(plan, rank, False) if takes_turns else None
         acc = dispatch.accumulate_dtype(self.q.dtype)
         self.out, self.state = torch.empty_like(self.q), torch.empty(self.q.shape, dtype=acc, device=device)
         self.lse = torch.empty(self.q.shape[0], self.q.shape[2], self.q.shape[1], dtype=acc, device=device)
         self.dq = torch.empty(self.q.shape, dtype=acc, device=device)
-        longest = max(k.shape[1] for _, k, _, _ in self.visits)
+        longest = max(k.shape[1] for _, k, _, _ in self.visits["backward"])
         shape = (tensors[1].shape[0], longest, *tensors[1].shape[2:])
         self.dk, self.dv = (torch.empty(shape, dtype=acc, device=device) for _ in range(2))
 
     def forward(self, mark: Callable[[int], None]) -> None:
-        last = len(self.visits) - 1
-        for index, (visit, k, v, intervals) in enumerate(self.visits):
+        last = len(self.visits["forward"]) - 1
+        for index, (visit, k, v, intervals) in enumerate(self.visits["forward"]):
             turn = {} if self.turns is None else {"turn": self.turns[index]}
             self.backend.forward(self.q, k, v, intervals, softmax_scale=self.scale, state=self.state if last else None,
                                  lse=self.lse, out=self.out if turn or index == last else None, first=index == 0, **turn)
@@ -141,21 +142,13 @@ class RankKernels:
     def backward(self, mark: Callable[[int], None]) -> None:
         delta = self.backend.delta(self.dout, self.out)
         before = None
-        for index, (visit, k, v, intervals) in enumerate(self.visits):
+        for index, (visit, k, v, intervals) in enumerate(self.visits["backward"]):
             dk, dv = (x[:, : k.shape[1]] for x in (self.dk, self.dv))
             again = before is not None and before.key[:-1] == visit.key[:-1]
             self.backend.backward(self.dout, self.q, k, v, self.lse, delta, intervals, softmax_scale=self.scale, dq=self.dq,
                                   dk=dk, dv=dv, accumulate_dq=index > 0, accumulate_dkv=again, deterministic=False)
             before = visit
             mark(visit.step)
-
-
-def _keys_of(plan: Plan, visit: Visit | GatheredVisit) -> np.ndarray:
-    """int64 [num_rows]: the global positions of a visit's keys."""
-    if isinstance(visit, GatheredVisit):
-        return visit.positions
-    owned = plan.layout_k.positions(visit.owner)
-    return np.concatenate([owned[start:stop] for start, stop in visit.rows]) if visit.rows else owned[:0]
 
 
 def draw(seq_len: int, heads: Sequence[int], dtype: str, device: torch.device) -> tuple[torch.Tensor, ...]:

@@ -15,8 +15,8 @@ from ringflash.launch.check_kernels import chosen_kernels
 from ringflash.launch.check_problem import LAYOUTS, MADE_LAYOUTS, ROTATES, ROUTINGS, Cell, Drawn, allowed
 from ringflash.launch.check_table import CellVerdict, report
 from ringflash.ring import simulator
-from ringflash.ring.plan import Plan, build_plan
-from ringflash.ring.ranges import row_index
+from ringflash.ring.gathered import positions_of, visits_of
+from ringflash.ring.plan import PASSES, Plan, build_plan
 from ringflash.tests.support import plan_cases
 
 DTYPES = ("fp32", "bf16", "fp16")
@@ -70,28 +70,34 @@ def plan_fault(cell: Cell) -> str | None:
     for rotates in ("kv", "q"):
         plan = build_plan(cell.make_mask(), layout, layout_k, routing=cell.routing, rotates=rotates)
         pairs = wanted if rotates == "kv" else wanted.T
-        times = np.zeros(pairs.shape, dtype=np.int64)
-        for rank in range(plan.cp_size):
-            rows = plan.layout.positions(rank)
-            for step in range(plan.num_steps):
-                for visit in plan.visits(rank, step):
-                    keys = plan.layout_k.positions(visit.owner)[row_index(visit.rows)]
-                    k_lo, k_hi = visit.intervals()[:2]
-                    index = np.arange(len(keys))
-                    times[np.ix_(rows, keys)] += (k_lo[:, None] <= index) & (index < k_hi[:, None])
-        if not np.array_equal(times, pairs):
-            row, key = np.argwhere(times != pairs)[0]
-            found, want = times[row, key], int(pairs[row, key])
-            return f"plan (rotates={rotates}): pair ({row}, {key}) is computed {found} times, want {want}"
+        for pass_ in PASSES:
+            times = times_computed(plan, pass_, pairs.shape)
+            if not np.array_equal(times, pairs):
+                row, key = np.argwhere(times != pairs)[0]
+                found, want = times[row, key], int(pairs[row, key])
+                return f"plan (rotates={rotates}, {pass_}): pair ({row}, {key}) is computed {found} times, want {want}"
         sent, least = plan.rows_sent("forward"), fewest_rows(plan, pairs)
         if sent != least:
             return f"plan (rotates={rotates}, {plan.routing}): {sent} rows travel, {least} have to"
         try:
-            for pass_ in ("forward", "backward"):
+            for pass_ in PASSES:
                 simulator.run(plan, pass_)
         except RuntimeError as error:
             return f"plan (rotates={rotates}): {error}"
     return None
+
+
+def times_computed(plan: Plan, pass_: str, shape: tuple[int, int]) -> np.ndarray:
+    """int64 [queries, keys]: how often the kernels that a pass launches compute each pair."""
+    times = np.zeros(shape, dtype=np.int64)
+    for rank in range(plan.cp_size):
+        rows = plan.layout.positions(rank)
+        for visit in (v for step in range(plan.num_steps) for v in visits_of(plan, rank, step, pass_)):
+            keys = positions_of(plan, visit)
+            k_lo, k_hi = visit.intervals()[:2]
+            index = np.arange(len(keys))
+            times[np.ix_(rows, keys)] += (k_lo[:, None] <= index) & (index < k_hi[:, None])
+    return times
 
 
 def fewest_rows(plan: Plan, pairs: np.ndarray) -> int:

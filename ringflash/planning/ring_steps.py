@@ -13,7 +13,7 @@ import numpy as np
 from ringflash.layout import Layout
 from ringflash.mask import Mask
 from ringflash.planning.hardware import Hardware
-from ringflash.ring.gathered import visits_of
+from ringflash.ring.gathered import own_keys_of, pairs_of, visits_of
 from ringflash.ring.heads import HeadSplit
 from ringflash.ring.plan import Plan, build_plan
 from ringflash.ring.ranges import num_rows, union_of_ranges
@@ -153,7 +153,7 @@ def _loads(plan: Plan, pass_: str, degree: int, ranks_per_host: int) -> Loads:
     pairs, visits = np.zeros(shape), np.zeros(shape)
     for step in range(plan.num_steps):
         for rank in range(plan.cp_size):
-            pairs[step, rank], visits[step, rank] = plan.num_pairs(rank, step), len(visits_of(plan, rank, step))
+            pairs[step, rank], visits[step, rank] = pairs_of(plan, rank, step, pass_), len(visits_of(plan, rank, step, pass_))
     if pass_ == "backward" and num_steps > plan.num_steps and plan.rotates == "kv":
         # Note [A kernel for the last hop]: the visit of the later half of the own keys waits for the last step.
         share = 0.25 if plan.mask.causal else 0.5
@@ -185,6 +185,7 @@ def _buffers(plan: Plan, pass_: str) -> Buffers:
         if plan.routing == "allgather":  # what several ranks read is packed once
             sent = (message.rows for message in plan.messages(pass_) if message.src == rank and message.kind == block)
             _need(own, (block, "send"), num_rows(union_of_ranges(sent)))
+            _need(own, (block, "own runs"), num_rows(own_keys_of(plan, rank, 1, pass_)[0]))
         for message in plan.messages(pass_):
             if message.src == rank and message.owner == rank and message.kind == block and plan.routing != "allgather":
                 _need(own, (block, "send", message.lane), message.num_rows)
@@ -196,7 +197,7 @@ def _buffers(plan: Plan, pass_: str) -> Buffers:
             else:
                 _need(received, (message.kind, message.lane, message.step % 2), message.num_rows)
         for step in range(plan.num_steps if pass_ == "backward" else 0):
-            for visit in visits_of(plan, rank, step):
+            for visit in visits_of(plan, rank, step, pass_):
                 if not visit.is_own:
                     _need(own, (gradient, "partial", getattr(visit, "lane", None), step % 2), visit.num_rows)
         sums = [_by_kind(slots, plan.kinds) for slots in (own, received)]

@@ -15,9 +15,10 @@ from dataclasses import dataclass, fields, replace
 from ringflash.layout import KINDS, LAYOUTS, Layout
 from ringflash.mask import Mask
 from ringflash.ring.documents import parse_documents
-from ringflash.ring.gathered import visits_of
+from ringflash.ring.gathered import own_keys_of, pairs_of, visits_of
 from ringflash.ring.heads import HeadSplit, valid_degrees
 from ringflash.ring.plan import Plan, build_plan
+from ringflash.ring.ranges import num_rows
 from ringflash.ring.rotate import Heads, choose
 
 # The share of a rank's own visit that its backward leaves for the last step (Note [A kernel for the last hop]).
@@ -150,7 +151,9 @@ def estimate(plan: Plan, layout: Layout, heads: Heads, machine: Machine) -> Esti
         _pass(plan, "forward", layout, local, machine, machine.forward_tflops, 1.0, moved_in["forward"], moved_out["forward"]),
         _pass(rotation.plan, "backward", layout, local, machine, machine.backward_tflops, 2.5, moved_in["backward"],
               moved_out["backward"])]
-    received = _per_rank_and_step((m.dst, m.step, m.num_rows * local.row_bytes["kv"]) for m in plan.messages("forward"))
+    rows = [(m.dst, m.step, m.num_rows) for m in plan.messages("forward")]
+    rows += [(rank, 0, num_rows(own_keys_of(plan, rank, 1, "forward")[0])) for rank in range(plan.cp_size)]
+    received = _per_rank_and_step((rank, step, count * local.row_bytes["kv"]) for rank, step, count in rows)
     most = max(received.values(), default=0)
     held = most if plan.routing == "allgather" else 2 * most
     repeats = split.local_kv_heads * split.size / heads.num_kv_heads
@@ -172,9 +175,10 @@ def _pass(plan: Plan, pass_: str, layout: Layout, heads: Heads, machine: Machine
     for step in range(num_steps):
         kernel, whole = 0.0, 0.0
         for rank in range(plan.cp_size):
-            pairs, visits = float(plan.num_pairs(rank, step)) if step < plan.num_steps else 0.0, len(visits_of(plan, rank, step))
+            at = 0 if share and step == num_steps - 1 else step
+            pairs, visits = float(pairs_of(plan, rank, at, pass_)), len(visits_of(plan, rank, at, pass_))
             if share and step in (0, num_steps - 1):
-                pairs, visits = plan.num_pairs(rank, 0) * (share if step else 1 - share), len(visits_of(plan, rank, 0))
+                pairs *= share if step else 1 - share
             busy = pairs * flops_per_pair / (tflops * 1e9) + visits * machine.visit_us / 1e3
             hop = max(inside.get((rank, step), 0) / machine.inside_gb_s, across.get((rank, step), 0) / machine.across_gb_s) / 1e6
             hop += machine.exchange_us / 1e3 if plan.sends(rank, step, pass_) or plan.recvs(rank, step, pass_) else 0.0

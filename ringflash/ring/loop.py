@@ -17,7 +17,7 @@ from ringflash.ring import tracing
 from ringflash.ring.buffers import Rows
 from ringflash.ring.cache import BoundedCache
 from ringflash.ring.exchange import Exchange, Parcels, Pending
-from ringflash.ring.gathered import GatheredVisit, visits_of
+from ringflash.ring.gathered import GatheredVisit, OwnVisit, visits_of
 from ringflash.ring.travel import Blocks, Gradients
 from ringflash.ring.wires import HeadWire, QueryWire, Tensors
 
@@ -37,7 +37,7 @@ def drive(waits: Waits) -> None:
 
 
 def intervals_of(
-    plan: Plan, visit: Visit | GatheredVisit, device: torch.device, rows: tuple[int, int] | None = None
+    plan: Plan, visit: Visit | OwnVisit | GatheredVisit, device: torch.device, rows: tuple[int, int] | None = None,
 ) -> Intervals:
     """The visit's intervals on `device`; kept (least recently used first out) up to 256 MiB, as every layer asks for the same.
 
@@ -59,7 +59,7 @@ def turns_of(plan: Plan, rank: int, has_sinks: bool) -> Sequence[Turn]:
     """The place of each visit of a rank among those of a forward, in their order; kept like intervals. has_sinks: every row's state
     holds something from the start."""
     def make() -> list[Turn]:
-        visits = [visit for step in range(plan.num_steps) for visit in visits_of(plan, rank, step)]
+        visits = [visit for step in range(plan.num_steps) for visit in visits_of(plan, rank, step, "forward")]
         # Copied: the plan's arrays are read-only, which torch cannot express.
         return turns([tuple(torch.from_numpy(end.copy()) for end in visit.intervals()[:2]) for visit in visits], has_sinks)
 
@@ -95,7 +95,7 @@ def forward(
     """
     q = without_rows(q, plan.dead_q(rank))
     k, v = (without_rows(x, plan.dead_k(rank)) for x in (k, v))
-    remaining = sum(len(visits_of(plan, rank, step)) for step in range(plan.num_steps))
+    remaining = sum(len(visits_of(plan, rank, step, "forward")) for step in range(plan.num_steps))
     first = sinks is None
     places = turns_of(plan, rank, not first) if remaining > 1 and getattr(backend, "takes_turns", False) else None
     if remaining == 0:
@@ -104,7 +104,8 @@ def forward(
         lse.copy_(sinks[:, None])
     elif remaining == 0:
         lse.fill_(float("-inf"))
-    # The running out is acc dtype; a single visit that has nothing to fold into writes `out` directly and needs none.
+    # The running out is acc dtype; a single visit that has nothing to fold into writes `out` directly and needs none. Where no row
+    # is visited twice, tiles of a kernel may still have rows of both visits.
     state = None
     if remaining > 1 or (remaining == 1 and not first):
         state = torch.empty(out.shape, dtype=lse.dtype, device=q.device)
@@ -116,7 +117,7 @@ def forward(
             exchange, "forward", step,
             [(message, keys.outgoing(message)) for message in plan.sends(rank, step, "forward")],
             [(message, keys.incoming(message)) for message in plan.recvs(rank, step, "forward")])
-        for visit in visits_of(plan, rank, step):
+        for visit in visits_of(plan, rank, step, "forward"):
             remaining -= 1
             turn = {} if places is None else {"turn": places[-1 - remaining]}
             with tracing.span("ring forward step {}: kernel, block of {}", step, visit.owner):
@@ -197,7 +198,7 @@ def backward(
 def deferred_rows(plan: Plan, rank: int) -> tuple[int, int] | None:
     """The rank's own key rows whose visit waits for the last step of the backward (Note [A kernel for the last hop]): the later
     half, where K and V rotate and a gradient travels in that step, else None."""
-    last, rows = plan.num_backward_steps - 1, sum(visit.num_rows for visit in visits_of(plan, rank, 0)[:1])
+    last, rows = plan.num_backward_steps - 1, sum(visit.num_rows for visit in visits_of(plan, rank, 0, "backward")[:1])
     if plan.rotates != "kv" or last < plan.num_steps or rows < 2:
         return None
     if not plan.sends(rank, last, "backward") and not plan.recvs(rank, last, "backward"):
@@ -213,10 +214,10 @@ def comes_home_early(plan: Plan, rank: int) -> bool:
 def _backward_work(plan: Plan, rank: int, step: int) -> Iterator[tuple[Visit | GatheredVisit, tuple[int, int] | None]]:
     """The visits of a step of the backward in their order, with the key rows that are done now (None: all)."""
     deferred = deferred_rows(plan, rank)
-    for visit in visits_of(plan, rank, step):
+    for visit in visits_of(plan, rank, step, "backward"):
         yield visit, (0, deferred[0]) if visit.is_own and deferred else None
     if deferred and step == plan.num_backward_steps - 1:
-        for visit in visits_of(plan, rank, 0):
+        for visit in visits_of(plan, rank, 0, "backward"):
             yield visit, deferred
 
 

@@ -118,7 +118,8 @@ class Plan:
         self._dead_k: list[RowRanges] = []
 
     def visits(self, rank: int, step: int) -> tuple[Visit, ...]:
-        """In the order of folding; the same in forward and backward."""
+        """What the rank reads, in the order of folding; the same in forward and backward, but for own keys that the forward reads
+        with those that arrive (gathered.visits_of: what kernels are launched for)."""
         return self._visits.get((rank, step), ())
 
     def sends(self, rank: int, step: int, pass_: str) -> tuple[Message, ...]:
@@ -149,7 +150,7 @@ class Plan:
         return _arrays.get_or_make(("bounds", self.key, rank, part), make, _weigh)
 
     def num_pairs(self, rank: int, step: int) -> int:
-        """Allowed (query, key) pairs that `rank` computes in `step`."""
+        """Allowed (query, key) pairs of what `rank` reads in `step` (gathered.pairs_of: of its kernels)."""
         return sum(visit.num_pairs for visit in self.visits(rank, step))
 
     def rows_sent(self, pass_: str, kind: str | None = None, rank: int | None = None) -> int:

@@ -131,7 +131,7 @@ def why_allgather(demands: list[Demand], chunks: Sequence[Chunks]) -> str:
     owners = sum(d.readers.any(axis=1) & (np.arange(cp_size) != d.owner) for d in demands)
     if max(owners) < 3 or max(rows) > _MOST_HELD * max(lengths) or sum(rows) > _FEW * (cp_size - 1) * sum(lengths):
         return ""
-    return "little is read" if all(position_runs(blocks_read(demands, rank), chunks) for rank in np.flatnonzero(rows)) else ""
+    return "little is read" if all(position_runs(blocks_read(demands, rank), chunks, rank) for rank in np.flatnonzero(rows)) else ""
 
 
 def blocks_read(demands: list[Demand], reader: int) -> list[tuple[int, RowRanges]]:
@@ -154,14 +154,14 @@ def add_direct(route: Route, demands: list[Demand], cp_size: int) -> None:
 def add_allgather(route: Route, demands: list[Demand], chunks: Sequence[Chunks], cp_size: int) -> None:
     """Adds all messages of owners to readers in one step, and all gradients home in another: fewest exchanges, all rows at once.
 
-    chunks: of every owner's shard. A message is a run of rows between which, in order of position, no other owner's lie that the
-    reader reads (or a whole block, where there are too many such runs). The lane of the n-th message between two ranks is
+    chunks: of every owner's shard. A message is a run of rows between which, in order of position, lie neither rows of another owner
+    that the reader reads nor its own (or a whole block, where there are too many such runs). The lane of the n-th message between two ranks is
     1 + their distance + n * cp_size, so it is neither a ring's nor DIRECT, and no rank has two blocks of one lane.
     """
     block, gradient = route.kinds
     for reader in range(cp_size):
         blocks = blocks_read(demands, reader)
-        runs = position_runs(blocks, chunks)
+        runs = position_runs(blocks, chunks, reader)
         parcels = blocks if runs is None else [(owner, ((start, stop),)) for owner, start, stop in runs]
         number: Counter[int] = Counter()
         for owner, rows in parcels:

@@ -13,6 +13,7 @@ from textwrap import fill
 from ringflash.layout import KINDS, LAYOUTS, Layout
 from ringflash.mask import Mask
 from ringflash.ring.documents import parse_documents
+from ringflash.ring.gathered import own_keys_of, pairs_of
 from ringflash.ring.message import Message
 from ringflash.ring.plan import PASSES, Plan, build_plan
 from ringflash.ring.ranges import RowRanges
@@ -28,16 +29,16 @@ def text(plan: Plan, pass_: str = "forward") -> str:
     rows = [("step", "rank", "reads", "rows", "pairs", "receives", "sends")]
     for step in range(_num_steps(plan, pass_)):
         for rank in range(plan.cp_size):
-            visits = plan.visits(rank, step)
+            reads = _reads(plan, rank, step, pass_)
             recvs, sends = plan.recvs(rank, step, pass_), plan.sends(rank, step, pass_)
-            if not (visits or recvs or sends):
+            if not (reads or recvs or sends):
                 continue
             rows.append((
                 str(step),
                 str(rank),
-                " ".join(("own" if v.is_own else f"rank {v.owner}") + ("", " first keys")[v.part] for v in visits) or "-",
-                " ".join(_shorten(v.rows) for v in visits) or "-",
-                f"{plan.num_pairs(rank, step):,}",
+                " ".join(("own" if owner == rank else f"rank {owner}") + ("", " first keys")[part] for owner, _, part, _ in reads) or "-",
+                " ".join(_shorten(of_block) for _, of_block, _, _ in reads) or "-",
+                f"{pairs_of(plan, rank, step, pass_):,}",
                 "; ".join(_describe(m, "from", m.src) for m in recvs) or "-",
                 "; ".join(_describe(m, "to", m.dst) for m in sends) or "-",
             ))
@@ -94,7 +95,7 @@ def evenness(plan: Plan) -> list[float]:
     """Per forward step, the allowed pairs of the busiest rank over those of the mean rank (1.0: even; 0.0: nobody works)."""
     result = []
     for step in range(plan.num_steps):
-        pairs = [plan.num_pairs(rank, step) for rank in range(plan.cp_size)]
+        pairs = [pairs_of(plan, rank, step, "forward") for rank in range(plan.cp_size)]
         result.append(max(pairs) * plan.cp_size / sum(pairs) if sum(pairs) else 0.0)
     return result
 
@@ -104,7 +105,7 @@ def _evenness_text(plan: Plan) -> str:
     if not sum(totals):
         return "no pair is allowed"
     busiest = max(totals) * plan.cp_size / sum(totals)
-    waiting = sum(max(plan.num_pairs(rank, step) for rank in range(plan.cp_size)) for step in range(plan.num_steps))
+    waiting = sum(max(pairs_of(plan, rank, step, "forward") for rank in range(plan.cp_size)) for step in range(plan.num_steps))
     steps = waiting * plan.cp_size / sum(totals)
     return f"busiest rank {busiest:.2f}x the mean over all steps, {steps:.2f}x when each step waits for its busiest"
 
@@ -143,22 +144,37 @@ def _draw_grid(plan: Plan, axes) -> None:
     from matplotlib.patches import Rectangle
 
     palette = colormaps["tab10" if plan.cp_size <= 10 else "tab20"]
-    most = max((v.num_pairs for r in range(plan.cp_size) for s in range(plan.num_steps) for v in plan.visits(r, s)), default=0)
+    most = max((pairs for r in range(plan.cp_size) for s in range(plan.num_steps) for *_, pairs in _reads(plan, r, s, "forward")),
+               default=0)
     for rank in range(plan.cp_size):
         for step in range(plan.num_steps):
-            visits = plan.visits(rank, step)
+            reads = _reads(plan, rank, step, "forward")
             frame = dict(facecolor="none", edgecolor="#cccccc", linewidth=0.6)
             axes.add_patch(Rectangle((step - 0.46, rank - 0.44), 0.92, 0.88, **frame))
-            for i, visit in enumerate(visits):
-                shade = 0.12 + 0.78 * visit.num_pairs / most if visit.num_pairs else 0.0
-                left, width = step - 0.46 + 0.92 * i / len(visits), 0.92 / len(visits)
-                colour = palette(visit.owner % palette.N)
+            for i, (owner, _, _, pairs) in enumerate(reads):
+                shade = 0.12 + 0.78 * pairs / most if pairs else 0.0
+                left, width = step - 0.46 + 0.92 * i / len(reads), 0.92 / len(reads)
+                colour = palette(owner % palette.N)
                 axes.add_patch(Rectangle((left, rank - 0.44), width, 0.88, facecolor=colour, alpha=shade))
-                label = f"kv {visit.owner}\n{_count(visit.num_pairs)}"
+                label = f"kv {owner}\n{_count(pairs)}"
                 axes.text(left + width / 2, rank - 0.08, label, ha="center", va="center", fontsize=7)
             signs = {UP: "v", -UP: "^"}
             sent = [f"{signs.get(m.lane, f'to {m.dst}:')} {_count(m.num_rows)}" for m in plan.sends(rank, step, "forward")]
             axes.text(step, rank + 0.33, "  ".join(sent), ha="center", va="center", fontsize=6, color="#333333")
+
+
+def _reads(plan: Plan, rank: int, step: int, pass_: str) -> list[tuple[int, RowRanges, int, int]]:
+    """What a rank reads in a step: owner, rows, part and pairs of each block, then of its own keys where they wait for those that
+    arrive."""
+    visits = plan.visits(rank, step)
+    if step == 0 and visits:
+        main, *others = (visit.num_pairs for visit in visits)
+        pairs = [pairs_of(plan, rank, 0, pass_) - sum(others), *others]
+    else:
+        pairs = [visit.num_pairs for visit in visits]
+    reads = [(visit.owner, visit.rows, visit.part, of_block) for visit, of_block in zip(visits, pairs)]
+    rows, of_own = own_keys_of(plan, rank, step, pass_) if step else ((), 0)
+    return [*reads, (rank, rows, 0, of_own)] if rows else reads
 
 
 def _num_steps(plan: Plan, pass_: str) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ringflash.ring.buffers import Block, BufferPool, Rows, count_rows
 from ringflash.ring.exchange import Exchange
-from ringflash.ring.gathered import GatheredVisit, visits_of
+from ringflash.ring.gathered import GatheredVisit, OwnVisit, visits_of
 from ringflash.ring.ranges import union_of_ranges
 from ringflash.ring.wires import Tensors, Wire
 
@@ -32,7 +32,9 @@ class Blocks:
         self._resident: dict[tuple[int, int], Block] = {}   # (owner, lane) -> block
         self._arriving: dict[tuple[int, int], Block] = {}
         self._pool = BufferPool(wire.row_shape, wire.dtype, wire.device)
-        self._gathered = gathered_visit(plan, rank)
+        self._gathered = gathered_visit(plan, rank, pass_)
+        self._own_runs: list[tuple[int, Tensor]] = []       # where they lie in the gathered visit, and they
+        self._receives_in_place = False
         # Where all readers are sent theirs at once, what several read is packed once.
         self._sent = own_rows_sent(plan, pass_, rank) if plan.routing == "allgather" else None
         self._packed: Block | None = None
@@ -59,19 +61,37 @@ class Blocks:
         else:
             data = self._exchange.receive_buffer(message, self._pool.row_shape, self._pool.dtype)
             if data is None:
+                self._receives_in_place = True
                 _, first, stop = self._gathered.places[message.owner, message.lane]
                 data = self._pool.take(("gathered",), self._gathered.num_rows)[first:stop]
         self._arriving[message.owner, message.lane] = Block(message.rows, data)
         return data
 
-    def of(self, visit: Visit | GatheredVisit) -> Tensors:
+    def of(self, visit: Visit | OwnVisit | GatheredVisit) -> Tensors:
         """The tensors of a visit's rows."""
         if visit.is_own:
+            # Now, when the exchange has been posted and before it is waited for.
+            self._place_own_runs()
             return self._own
         if isinstance(visit, GatheredVisit):
-            return self._wire.split(self._side_by_side([self._resident[place].data for place in visit.places]))
+            runs = [(first, self._resident[place].data) for place, (_, first, _) in visit.places.items()] + self._own_runs
+            return self._wire.split(self._side_by_side([data for _, data in sorted(runs, key=lambda run: run[0])]))
         block = self._resident[visit.owner, visit.lane].part(visit.rows, self._pool, ("visit", visit.lane))
         return self._wire.split(block.data)
+
+    def _place_own_runs(self) -> None:
+        """Copies own rows that the gathered visit reads between those that arrive, or where these come in elsewhere, to one buffer."""
+        if self._gathered is None or self._own_runs:
+            return
+        offset = 0
+        for start, stop, first in self._gathered.own:
+            rows = stop - start
+            if self._receives_in_place:
+                target = self._pool.take(("gathered",), self._gathered.num_rows)[first:first + rows]
+            else:
+                target = self._pool.take(("own runs",), self._gathered.num_own_rows)[offset:offset + rows]
+            self._own_runs.append((first, self._wire.pack(self._own, ((start, stop),), target)))
+            offset += rows
 
     def _side_by_side(self, blocks: Sequence[Tensor]) -> Tensor:
         """One buffer of all these rows: theirs, where they lie in one in this order."""
@@ -108,7 +128,7 @@ class Gradients:
         self._sum: dict[tuple[int, int], Block] = {}        # last step's visits plus what arrived during that step: leaves now
         self._arriving: list[tuple[tuple[int, int], Block]] = []
         self._homing: list[Block] = []
-        for step in range(plan.num_steps if gathered_visit(plan, rank) is None else 0):
+        for step in range(plan.num_steps if gathered_visit(plan, rank, "backward") is None else 0):
             for visit in plan.visits(rank, step):
                 if not visit.is_own:
                     self._pool.reserve(("partial", visit.lane, step % 2), visit.num_rows)
@@ -188,9 +208,9 @@ def own_rows_sent(plan: Plan, pass_: str, rank: int) -> Rows:
                            if message.owner == rank and not message.is_gradient)
 
 
-def gathered_visit(plan: Plan, rank: int) -> GatheredVisit | None:
+def gathered_visit(plan: Plan, rank: int, pass_: str) -> GatheredVisit | None:
     """One of those that stand for all blocks that a rank receives (the others are of the same rows), or None."""
-    for visit in visits_of(plan, rank, 1)[:1]:
+    for visit in visits_of(plan, rank, 1, pass_)[:1]:
         return visit if isinstance(visit, GatheredVisit) else None
     return None
 

@@ -62,8 +62,8 @@ def test_all_that_arrives_is_one_visit_whose_rows_are_sorted_and_whose_pairs_are
     gathered = 0
     for name, plan in plans(size):
         for rank in range(size):
-            blocks, visits = plan.visits(rank, 1) if plan.num_steps > 1 else (), visits_of(plan, rank, 1)
-            assert visits_of(plan, rank, 0) == plan.visits(rank, 0) and sum(
+            blocks, visits = plan.visits(rank, 1) if plan.num_steps > 1 else (), visits_of(plan, rank, 1, "backward")
+            assert visits_of(plan, rank, 0, "backward") == plan.visits(rank, 0) and sum(
                 int((k_hi - k_lo).sum()) for k_lo, k_hi, *_ in (visit.intervals() for visit in visits)
             ) == sum(block.num_pairs for block in blocks), (name, rank)
             for visit in (visit for visit in visits if isinstance(visit, GatheredVisit)):
