@@ -36,14 +36,14 @@ def unavailable(
 ) -> str | None:
     """Why these kernels cannot run on this device, dtype and head dims, or None. Every case has a deterministic variant."""
     device = torch.device(device)
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"device {device.type}{' (ROCm)' if torch.version.hip else ''}: needs an NVIDIA GPU of compute capability 9.0"
     if dtype not in DTYPES:
         return f"dtype {dtype}: supported are float16 and bfloat16"
     if head_dim not in HEAD_DIMS:
         return f"head_dim {head_dim}: supported are {', '.join(map(str, HEAD_DIMS))}"
     if head_dim_v not in (None, head_dim):
         return f"head_dim_v {head_dim_v}: supported is that of q and k, {head_dim}"
-    if device.type != "cuda" or torch.version.hip is not None:
-        return f"device {device.type}{' (ROCm)' if torch.version.hip else ''}: needs an NVIDIA GPU of compute capability 9.0"
     if not torch.cuda.is_available():
         return "no GPU is available"
     capability = torch.cuda.get_device_capability(device)

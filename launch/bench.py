@@ -25,10 +25,12 @@ if __name__ == "__main__" and __package__ in (None, ""):
 
 import torch
 
+from ringflash.kernels import dispatch
 from ringflash.launch import bench_balance, bench_multi
 from ringflash.launch.bench_kernels import Shape, bench_shape, default_candidates
 from ringflash.launch.bench_ring import bench_ring
 from ringflash.launch.bench_tiles import parse_tiles
+from ringflash.launch.check_cells import DTYPES
 from ringflash.launch.check_table import environment, grid
 from ringflash.launch.counts import count
 
@@ -126,6 +128,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         tiles = [parse_tiles(text) for text in options.tiles] if options.what == "kernels" else []
     except (ValueError, RuntimeError) as error:
         top.error(str(error))
+    if options.what == "ring":
+        try:
+            for shape in shapes:
+                dispatch.select(options.kernel or "auto", device=device, dtype=DTYPES[shape.dtype], head_dim=shape.head_dim)
+        except RuntimeError as error:
+            top.error(str(error))
     print(", ".join(f"{key} {value}" for key, value in environment().items()))
     if device.type != "cuda":
         print("no GPU: a smoke test of the benchmark, not a measurement")

@@ -277,7 +277,10 @@ def main(options: argparse.Namespace) -> int:
     chosen = [case for case in found if wanted is None or any(case.name.startswith(text) for text in wanted)]
     if not chosen:
         raise ValueError(f"--cases={options.cases}: none begins so; there are {', '.join(dict.fromkeys(c.name for c in found))}")
-    backend = dispatch.select(options.kernel, device=device, dtype=DTYPES[dtype], head_dim=heads[2])
+    try:
+        backend = dispatch.select(options.kernel, device=device, dtype=DTYPES[dtype], head_dim=heads[2])
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
     print(", ".join(f"{key} {value}" for key, value in environment().items()) + f", kernel {backend.name}")
     if device.type != "cuda":
         print("no GPU: a smoke test of the benchmark, not a measurement")

@@ -76,7 +76,7 @@ def report(title: str, verdicts: Sequence[CellVerdict], *, shown_failures: int =
     if len(bad) > shown_failures:
         print(f"... and {len(bad) - shown_failures} more")
     seconds = sum(v.seconds for v in verdicts)
-    print(f"{len(verdicts) - len(bad)} of {len(verdicts)} cells within budget ({seconds:.0f} s)", flush=True)
+    print(f"{len(verdicts) - len(bad)} of {len(verdicts)} cells within budget ({seconds:.0f} s of cells, without start and pauses)", flush=True)
     return bool(verdicts) and not bad
 
 

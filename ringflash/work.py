@@ -66,7 +66,7 @@ class Cost:
     reads: float
 
     def __str__(self) -> str:
-        return f"busiest rank {self.busiest:.2f}x the mean, hop by hop {self.waiting:.2f}x, {self.reads:.2f} of a rotation read"
+        return f"busiest rank {self.busiest:.2f}x the mean, {self.waiting:.2f}x hop by hop of a full rotation, of which {self.reads:.2f} is read"
 
 
 class Work:

@@ -105,12 +105,12 @@ def test_operands_are_copied_only_where_the_copy_engine_cannot_address_them():
         assert copy is not view and copy.is_contiguous() and copy.data_ptr() % 16 == 0 and torch.equal(copy, view)
 
 
-@pytest.mark.parametrize("dtype, head_dim, head_dim_v, reason", [
-    (torch.float32, 128, None, "dtype torch.float32"), (BF16, 96, None, "head_dim 96"), (BF16, 128, 64, "head_dim_v 64"),
-    (BF16, 128, 128, "compute capability 9.0|no GPU"),
+@pytest.mark.parametrize("device, dtype, head_dim, head_dim_v, reason", [
+    ("cuda", torch.float32, 128, None, "^dtype torch.float32"), ("cuda", BF16, 96, None, "^head_dim 96"),
+    ("cuda", BF16, 128, 64, "^head_dim_v 64"), ("cpu", torch.float32, 96, 64, "^device cpu: .*compute capability 9.0"),
 ])
-def test_hopper_says_what_it_lacks(dtype, head_dim, head_dim_v, reason):
-    assert re.search(reason, hopper.unavailable(torch.device("cpu"), dtype, head_dim, False, head_dim_v))
+def test_hopper_says_what_it_lacks_first_that_it_is_no_gpu(device, dtype, head_dim, head_dim_v, reason):
+    assert re.search(reason, hopper.unavailable(torch.device(device), dtype, head_dim, False, head_dim_v))
 
 
 def test_hopper_says_which_triton_it_needs(monkeypatch):
