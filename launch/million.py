@@ -120,8 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         scratch = temporary if options.scratch is None else str(options.scratch.resolve())
         try:
             wanted = choose(parts(options.tokens, "SCRATCH" if options.list else scratch, options.overrides), options.parts)
-            if options.overrides:
-                check(options.overrides)
+            check(options.overrides, is_run=not options.list)
         except ValueError as error:
             print(f"million: {error}", file=sys.stderr)
             return 2
@@ -140,19 +139,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return measure(wanted, options, scratch, folder, earlier)
 
 
-def check(overrides: Sequence[str]) -> None:
-    """ValueError for what no part could be run with."""
+def check(overrides: Sequence[str], is_run: bool) -> None:
+    """ValueError for what no part could be run with; where it is to be run, also without a GPU, unless run.device=cpu is given."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
     from ringflash.launch.plan import read_config
+    from ringflash.launch.plan_calibrate import device_at_hand
     from ringflash.launch.plan_compare import in_a_line
 
     for word in overrides:
         if word.split("=")[0] == "data.seq_len":
             raise ValueError(f"{word}: each part has a length of its own; nearest: --tokens {word.partition('=')[2]}")
     try:
-        read_config(["experiment=one_million", *overrides], 1)
+        cfg = read_config(["experiment=one_million", *overrides], 1)
+        if is_run:
+            device_at_hand(cfg)
     except (ValueError, HydraException, OmegaConfBaseException) as error:
         raise ValueError(in_a_line(error, overrides)) from error
 

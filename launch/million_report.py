@@ -10,7 +10,7 @@ from pathlib import Path
 from ringflash.launch.million import MILLION, Run, runs
 from ringflash.launch.plan import read_config
 from ringflash.launch.plan_compare import FIGURES, against, check_number, figures_of, predicted, read_measured
-from ringflash.planning.hardware import hardware_of
+from ringflash.planning.hardware import device_of, hardware_of, read_calibration
 from ringflash.planning.show import table
 from ringflash.planning.step_time import mask_pairs
 
@@ -88,7 +88,9 @@ def report(folders: Sequence[Path], out: Path) -> int:
     holds. ValueError naming the file where one cannot be read."""
     verdicts = read_verdicts(folders)
     calibration = _best(folders, "calibration.json", verdicts.get("calibration"))
-    hardware = hardware_of("h200", calibration)
+    if calibration is not None and device_of(read_calibration(calibration)) == "cpu":
+        calibration = None                  # a test of the code: a CPU's rates predict nothing of a GPU
+    hardware = hardware_of(None, calibration)
     records = list(measured(folders, verdicts))
     if not records and not verdicts and _best(folders, "ranks-equal.json", None) is None:
         raise ValueError(f"--report {', '.join(map(str, folders))}: nothing that million.py measured is there; nearest: a folder "

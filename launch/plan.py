@@ -8,8 +8,8 @@
     python launch/plan.py compare --calibration calibration.json --measured outputs/one_gpu-...      predicted against measured
 
 Overrides are those of launch/train.py. What of parallel.dp, parallel.cp, parallel.ulysses, parallel.shard and train.activations
-is not given is searched for; train.tile_rows is 4096 where it is not. Numbers of hardware are printed with their sources; --rate
-replaces one.
+is not given is searched for; all else is planned as training runs it (train.tile_rows=4096 is proposed in a line where it is not
+given). Numbers of hardware are printed with their sources; --rate replaces one, --calibration those of one kind of card.
 """
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,7 +34,7 @@ from ringflash.launch.files import PICTURES, check_writable
 from ringflash.launch.plan_calibrate import TILE_ROWS
 from ringflash.launch.train import check_overrides, compose, register_schema, to_config
 from ringflash.planning import search, show
-from ringflash.planning.hardware import GPUS, Hardware, hardware_of
+from ringflash.planning.hardware import DEFAULT, GPUS, Hardware, hardware_of
 from ringflash.planning.job import Job, check_counts, divisions
 from ringflash.ring.documents import parse_documents
 from ringflash.train.trainer import layer_masks
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--gpu", default="h200", help=f"kind: {', '.join(GPUS)} (default h200)")
+    parser.add_argument("--gpu", help=f"kind: {', '.join(GPUS)} (default: the calibration's, or {DEFAULT})")
     parser.add_argument("--gpus", type=int, default=1, help="how many, over all hosts (default 1)")
     parser.add_argument("--gpus-per-host", type=int, default=8, help="default 8")
     parser.add_argument("--network-gb-s", type=float, help="between hosts, per GPU (default 45: one 400 Gb/s port each)")
@@ -75,14 +76,16 @@ def run(options: argparse.Namespace) -> int:
     check_counts(options.gpus, options.gpus_per_host)
     hardware = read_hardware(options)
     cfg = read_config(options.overrides, options.gpus)
-    if not cfg.train.tile_rows and not _is_written("train.tile_rows", options.overrides):
-        cfg.train.tile_rows = TILE_ROWS
     jobs = read_jobs(cfg, options)
     found, refused = search.ranked(jobs, hardware)
     if not found:
         raise ValueError(refused[0])
     best, longest = found[0], search.longest_sequence(found[0].job, hardware)
+    if cfg.run.device == "cpu":
+        print(f"run.device=cpu: training so is on a CPU; this is the plan of its run.device=cuda on {hardware.name}")
     print(show.text(best, found[1:options.top], longest))
+    if not _is_written("train.tile_rows", options.overrides) and not cfg.train.tile_rows and best.job.rows > TILE_ROWS:
+        print(show.proposal(f"train.tile_rows={TILE_ROWS}", search.predict(_in_tiles(best.job), hardware)))
     for text in refused[:3]:
         print(f"left out: {text}")
     if options.json:
@@ -91,6 +94,10 @@ def run(options: argparse.Namespace) -> int:
     if options.png:
         show.draw(found[:options.top], options.png)
     return 0 if best.fits else 1
+
+
+def _in_tiles(job: Job) -> Job:
+    return replace(job, cfg=replace(job.cfg, train=replace(job.cfg.train, tile_rows=TILE_ROWS)))
 
 
 def read_hardware(options: argparse.Namespace) -> Hardware:

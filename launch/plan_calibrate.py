@@ -1,6 +1,7 @@
 """`plan.py calibrate`: the rates of the GPU at hand, on the model's own shapes, at most 64K tokens long, in about a minute.
 
-Each is taken over long enough a run for the chip to be at its power cap. Without a GPU the sizes are tiny: a test of the code.
+Each is taken over long enough a run for the chip to be at its power cap. With run.device=cpu the sizes are tiny: a test of the
+code, and a file that no --gpu takes. Its steps take tiles of 4,096 rows where train.tile_rows is not given.
 """
 from __future__ import annotations
 
@@ -21,13 +22,14 @@ from ringflash.kernels import dispatch
 from ringflash.launch.check_table import environment
 from ringflash.launch.files import check_writable
 from ringflash.model.build import build_model
-from ringflash.planning.hardware import GPUS, hardware_of
+from ringflash.planning.hardware import DEFAULT, GPUS, hardware_of, kind_of
 from ringflash.planning.job import POLICIES, Job, head_dim_of
 from ringflash.planning.live_bytes import LiveBytes
 from ringflash.planning.search import predict
 from ringflash.train.gradients import clip_gradients, gradient_norm
 from ringflash.train.optim import build_optimizer
 from ringflash.train.trainer import layer_masks
+from ringflash.train.world import pick_device
 
 TILE_ROWS = 4096  # where train.tile_rows is not given: the MLP's tensors for this many rows at a time
 LENGTHS = {"cuda": (8192, 16384, 32768, 65536), "cpu": (64, 128)}
@@ -37,7 +39,7 @@ _MIN_S = {"cuda": 0.4, "cpu": 0.01}  # that a rate is timed for at least
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", required=True, help="the calibration, for --calibration")
-    parser.add_argument("--gpu", default="h200", help=f"whose table stands for what is not measured: {', '.join(GPUS)}")
+    parser.add_argument("--gpu", help=f"whose table stands for what is not measured: {', '.join(GPUS)} (default: of the card's kind)")
     parser.add_argument("--layers", type=int, default=2, help="of the training steps (default 2)")
     parser.add_argument("--no-steps", action="store_true", help="leave out the training steps: no memory, no rest_factor")
 
@@ -46,10 +48,13 @@ def run(options: argparse.Namespace, read_config: Callable[..., Config]) -> int:
     check_writable("--json", options.json)
     cfg = read_config(options.overrides, 1)
     cfg.train.tile_rows = cfg.train.tile_rows or TILE_ROWS
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = device_at_hand(cfg)
+    if device.type == "cpu":
+        cfg.train.dtype = "fp32"
+        print("run.device=cpu: a test of the code; no --gpu takes this file")
     began = time.perf_counter()
     rates: dict[str, object] = {}
-    written = {"rates": rates, "environment": environment(), "overrides": list(options.overrides), "steps": []}
+    written = {"rates": rates, "environment": environment_of(device), "overrides": list(options.overrides), "steps": []}
 
     def note(name: str, value: object) -> None:
         rates[name] = value
@@ -73,6 +78,19 @@ def run(options: argparse.Namespace, read_config: Callable[..., Config]) -> int:
         for name, value in corrections(cfg, written, options).items():
             note(name, value)
     return 0
+
+
+def device_at_hand(cfg: Config) -> torch.device:
+    """The first GPU, or where run.device=cpu asks for it the CPU. ValueError where there is no GPU and nobody asked for the CPU."""
+    if cfg.run.device != "cpu" and torch.cuda.device_count() == 0:
+        raise ValueError(f"run.device={cfg.run.device}: what is measured is a GPU, this machine has 0; nearest: run.device=cpu, "
+                         "which says nothing of one")
+    return pick_device(cfg.run.device, 0)
+
+
+def environment_of(device: torch.device) -> dict:
+    """As of check.py, of the device that measures: a card that is there and not used is not named."""
+    return environment() | ({"device": "cpu", "devices": 0} if device.type == "cpu" else {})
 
 
 def seconds_of(call: Callable[[], object], device: torch.device) -> float:
@@ -239,7 +257,7 @@ def train_step(cfg: Config, device: torch.device, policy: str, seq_len: int, lay
 
 def corrections(cfg: Config, written: dict, options: argparse.Namespace) -> dict[str, float]:
     """rest_factor, extra_gib and slack, from the longest step of each policy beside its prediction."""
-    hardware = hardware_of(options.gpu).given(written["rates"], "calibration")
+    hardware = hardware_of(options.gpu or kind_of(written["environment"]["device"]) or DEFAULT).given(written["rates"], "calibration")
     rest, extra, slack = [], [], []
     for record in written["steps"]:
         if record["seq_len"] != max(each["seq_len"] for each in written["steps"]):
@@ -262,7 +280,5 @@ def job_of(cfg: Config, record: dict) -> Job:
     model = type(cfg.model)(**{**vars(cfg.model), "num_layers": record["layers"]})
     data = type(cfg.data)(**{**vars(cfg.data), "seq_len": record["seq_len"]})
     few = type(cfg)(**{**vars(cfg), "model": model, "data": data})
-    if not torch.cuda.is_available():
-        few = type(few)(**{**vars(few), "train": type(cfg.train)(**{**vars(cfg.train), "dtype": "fp32"})})
     return Job(few, layer_masks(cfg.attention), 1, 8, 1, 1, 1, 1, record["activations"])
 

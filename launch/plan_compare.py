@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ringflash.config import Config
 from ringflash.launch.counts import duration
 from ringflash.launch.train import misspelt
-from ringflash.planning.hardware import GPUS, Hardware, hardware_of
+from ringflash.planning.hardware import DEFAULT, GPUS, Hardware, device_of, hardware_of, kind_of
 from ringflash.planning.job import divisions
 from ringflash.planning.search import Prediction, predict
 from ringflash.planning.show import table
@@ -32,7 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--measured", metavar="RUN", nargs="+", required=True,
                         help="run folders of ringflash train, or JSON: {overrides, seconds, peak_gib, host_gib, gpus}, or a list")
     parser.add_argument("--calibration", metavar="FILE")
-    parser.add_argument("--gpu", default="h200", help=f"kind: {', '.join(GPUS)} (default h200)")
+    parser.add_argument("--gpu", help=f"kind: {', '.join(GPUS)} (default: the calibration's, or {DEFAULT})")
     parser.add_argument("--gpus-per-host", type=int, default=8)
     parser.add_argument("--max-memory-error", type=duration, default=0.05, help="a share (default 0.05)")
     parser.add_argument("--max-time-error", type=duration, default=0.10, help="a share (default 0.10)")
@@ -43,7 +43,10 @@ def run(options: argparse.Namespace, read_config: ReadConfig) -> int:
     hardware = hardware_of(options.gpu, options.calibration)
     head = [cell for unit in ("seconds", "GiB", "host GiB") for cell in (unit, "predicted", "error")]
     rows, is_good = [["run", "GPUs", *head]], True
-    for record in (record for path in options.measured for record in read_measured(Path(path))):
+    records = [record for path in options.measured for record in read_measured(Path(path))]
+    for record in records:
+        _check_device(record, hardware)
+    for record in records:
         cells, good = compare(record, hardware, options, read_config)
         rows.append(cells)
         is_good &= good
@@ -51,6 +54,15 @@ def run(options: argparse.Namespace, read_config: ReadConfig) -> int:
     print(f"allowed: {100 * options.max_time_error:g}% of the seconds, {100 * options.max_memory_error:g}% of the tensors' peak "
           f"and of the host's memory: {'held' if is_good else 'NOT held'}")
     return 0 if is_good else 1
+
+
+def _check_device(record: dict, hardware: Hardware) -> None:
+    device = record.get("device")
+    if device == "cpu":
+        raise ValueError(f"--measured {record['file']}: was measured on a CPU, and is no {hardware.name}'s; nearest: a run on a GPU")
+    if hardware.name in GPUS and kind_of(device) not in (None, hardware.name):
+        raise ValueError(f"--gpu {hardware.name}: --measured {record['file']} was measured on an {device}; nearest: --gpu "
+                         f"{kind_of(device)}")
 
 
 def compare(record: dict, hardware: Hardware, options: argparse.Namespace, read_config: ReadConfig) -> tuple[list, bool]:
@@ -97,9 +109,10 @@ def in_a_line(error: Exception, overrides: Sequence[str]) -> str:
 
 
 def read_measured(path: Path, option: str = "--measured", *, or_none: bool = False) -> list[dict]:
-    """[{file, name, overrides, gpus, and of FIGURES what was measured, positive and finite}]; of a step that did not fit
-    out_of_memory instead of figures. ValueError, which begins with `option`, for what is neither a run folder nor such a file, or
-    (without or_none) has no record."""
+    """[{file, name, overrides, gpus, device ("cpu", a card's name or None), and of FIGURES what was measured, positive and
+    finite}]; of a step that did not fit out_of_memory instead of figures. ValueError, which begins with `option`, for what is
+    neither a run folder nor such a file, or (without or_none) has no record."""
+    device = None
     if path.is_dir():
         records = [_read_folder(path, option)]
     else:
@@ -108,10 +121,12 @@ def read_measured(path: Path, option: str = "--measured", *, or_none: bool = Fal
         except (OSError, ValueError) as error:
             raise ValueError(f"{option} {path}: {error}") from error
         records = found.get("records", [found]) if isinstance(found, dict) else found
+        device = device_of(found) if isinstance(found, dict) else None
     if not isinstance(records, list) or not (records or or_none):
         raise ValueError(f"{option} {path}: must be a record of overrides with seconds or peak_gib, or a list of such, of one at "
                          "least; plan.py measure --json FILE writes one")
-    return [_checked(record, path, f"{option} {path}: record {number}") for number, record in enumerate(records, 1)]
+    checked = [_checked(record, path, f"{option} {path}: record {number}") for number, record in enumerate(records, 1)]
+    return [{"device": device, **record} for record in checked]
 
 
 def _checked(record: Any, path: Path, where: str) -> dict:
@@ -151,12 +166,31 @@ def _read_folder(folder: Path, option: str) -> dict:
     later = steps[1:] or steps              # the first step compiles and warms up
     if not later:
         raise ValueError(f"{option} {folder}: no step is in its metrics.jsonl")
-    return {"name": folder.name, "overrides": words,
+    return {"name": folder.name, "overrides": words, "device": _device_of_run(folder, words),
             "gpus": round(later[0]["tokens_per_s"] / later[0]["tokens_per_s_per_rank"]),
             # A row has the tokens of all steps so far.
             "seconds": statistics.median(row["tokens"] / row["step"] / row["tokens_per_s"] for row in later),
             "loss": later[-1].get("loss"), "tflops_per_gpu": later[-1].get("tflops_per_rank"),
             "peak_gib": max(row["peak_memory_gib"] for row in later)}
+
+
+def _device_of_run(folder: Path, words: Sequence[str]) -> str | None:
+    """ "cpu" where the run says so: in its summary once it has ended, in its configuration where that did not leave it open."""
+    try:
+        summary = json.loads((folder / "summary.json").read_text())
+    except (OSError, ValueError):
+        summary = None
+    ranks = summary.get("ranks") if isinstance(summary, dict) else None
+    config = folder / ".hydra" / "config.yaml"
+    try:
+        composed = OmegaConf.select(OmegaConf.load(config), "run.device") if config.is_file() else None
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException):
+        composed = None
+    return "cpu" if str(ranks).endswith(" on cpu") or "cpu" in (composed, *_given("run.device", words)) else None
+
+
+def _given(key: str, words: Sequence[str]) -> list[str]:
+    return [value for name, _, value in (word.partition("=") for word in words) if name.lstrip("+") == key][-1:]
 
 
 def _steps(metrics: Path, option: str) -> list[dict]:

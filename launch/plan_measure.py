@@ -26,16 +26,16 @@ import torch
 
 from ringflash.config import Config, validate
 from ringflash.launch.check_spawn import Rank, RingFailure, run_ranks
-from ringflash.launch.check_table import environment
 from ringflash.launch.counts import counts
 from ringflash.launch.files import check_writable
+from ringflash.launch.plan_calibrate import device_at_hand, environment_of
 from ringflash.memory_options import ACTIVATIONS
 from ringflash.model.host_store import HostStore
 from ringflash.train.loop import warm_up_kernel
 from ringflash.train.mfu import Meter, most
 from ringflash.train.text import open_data
 from ringflash.train.trainer import Trainer
-from ringflash.train.world import World, connect, pick_device, single
+from ringflash.train.world import World, connect, single
 
 POLICIES = tuple(policy for policy in ACTIVATIONS if policy != "auto")
 WARM_UP_TILES = 2  # of train.tile_rows: a step with more than one tile
@@ -58,9 +58,10 @@ def run(options: argparse.Namespace, read_config: Callable[..., Config]) -> int:
     """0; 1 where a step did not fit the memory."""
     check_writable("--json", options.json)
     cfg = read_config(options.overrides, 1)
+    device = device_at_hand(cfg)
     asked = [{"tokens": tokens, "activations": policy, "gpus": size, "layers": cfg.model.num_layers}
              for size in options.processes or (1,) for tokens, policy in runs_of(options, cfg, size)]
-    written: dict = {"environment": environment(), "excluded": __doc__.split("\n\n")[2].replace("\n", " "), "asked": asked,
+    written: dict = {"environment": environment_of(device), "excluded": __doc__.split("\n\n")[2].replace("\n", " "), "asked": asked,
                      "records": []}
 
     def write() -> None:
@@ -74,7 +75,7 @@ def run(options: argparse.Namespace, read_config: Callable[..., Config]) -> int:
     write()
 
     if options.processes is None:
-        world = single(pick_device(cfg.run.device, 0))
+        world = single(device)
         words = [*options.overrides, "parallel.cp=1"]
         measure(cfg, world, runs_of(options, cfg), lambda record: note({"overrides": words + record.pop("more"), **record}))
     for size in options.processes or ():
@@ -83,9 +84,8 @@ def run(options: argparse.Namespace, read_config: Callable[..., Config]) -> int:
         for length, _ in runs:
             validate(at(ring, length), size)
             open_data(at(ring, length))     # what is wrong is said here, once; and the ranks find the text prepared
-        device_type = pick_device(cfg.run.device, 0).type
         try:
-            ranks = run_ranks(ring_work, size, ring, runs, device_type=device_type, timeout_s=options.timeout,
+            ranks = run_ranks(ring_work, size, ring, runs, device_type=device.type, timeout_s=options.timeout,
                               name_of=lambda index, runs=runs: "{:,} tokens, {}".format(*(*runs, runs[-1])[index]))
         except RingFailure as failure:
             print(f"ringflash plan measure: {failure}", file=sys.stderr, flush=True)
@@ -93,7 +93,7 @@ def run(options: argparse.Namespace, read_config: Callable[..., Config]) -> int:
         for of_ranks in zip(*ranks):
             record = of_all(of_ranks)
             words = [*options.overrides, f"parallel.cp={size}", *record.pop("more")]
-            if "seconds" in record and device_type == "cuda" and torch.cuda.device_count() < size:
+            if "seconds" in record and device.type == "cuda" and torch.cuda.device_count() < size:
                 record["shared_card_seconds"] = record.pop("seconds")
                 words.append("attention.exchange=nccl")  # what auto takes there; copies, with other buffers, need a card per rank
             note({"overrides": words, **record})

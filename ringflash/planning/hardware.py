@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -157,15 +158,40 @@ GPUS = {
     "a100": _scaled("a100", 312.0, 79.1, 2039.0, 600 / 900, kernel="triton"),
     "b200": _scaled("b200", 2250.0, 178.0, 8000.0, 2.0, kernel="triton"),
 }
+DEFAULT = "h200"
 
 
-def hardware_of(name: str, calibration: str | Path | None = None) -> Hardware:
-    """The table's entry, with what a calibration file measured in its place. ValueError for a name or a file that is none."""
-    key = name.lower()
-    if key not in GPUS:
+def kind_of(device: str | None) -> str | None:
+    """The table's key of a card, by the name that CUDA gives it ("NVIDIA H100 80GB HBM3"); None for what the table has not."""
+    words = re.split("[^a-z0-9]+", (device or "").lower())
+    return next((key for key in GPUS if key in words), None)
+
+
+def hardware_of(name: str | None, calibration: str | Path | None = None) -> Hardware:
+    """The table's entry, with what a calibration file measured in its place; without a name the calibration's kind, or an H200.
+    ValueError for a name or a file that is none, and for a calibration of another kind of GPU or of a CPU."""
+    if name is not None and name.lower() not in GPUS:
         raise ValueError(f"--gpu {name}: unknown kind; valid: {', '.join(GPUS)} (others: --gpu h200 --calibration FILE)")
-    found = GPUS[key]
-    return found if calibration is None else found.given(read_calibration(calibration)["rates"], f"measured: {calibration}")
+    if calibration is None:
+        return GPUS[(name or DEFAULT).lower()]
+    measured = read_calibration(calibration)
+    device = device_of(measured)
+    kind = kind_of(device)
+    key = (name or kind or DEFAULT).lower()
+    if device == "cpu":
+        raise ValueError(f"--calibration {calibration}: was measured on a CPU, and is no {key}'s; nearest: without --calibration")
+    if kind not in (None, key):
+        raise ValueError(f"--gpu {name}: --calibration {calibration} was measured on an {device}; nearest: --gpu {kind}, or "
+                         f"--gpu {key} without --calibration")
+    found = GPUS[key].given(measured["rates"], f"measured: {calibration}")
+    return replace(found, name=f"{device} (what was not measured: as of {key})") if device and kind is None else found
+
+
+def device_of(written: Mapping[str, Any]) -> str | None:
+    """Of what was measured the card, "cpu", or None where the file does not say."""
+    environment = written.get("environment")
+    device = environment.get("device") if isinstance(environment, dict) else None
+    return device if isinstance(device, str) else None
 
 
 def read_calibration(path: str | Path) -> dict[str, Any]:

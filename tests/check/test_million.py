@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 from ringflash.launch import check, million, million_report, plan_calibrate, plan_measure
 from ringflash.launch.check_train import overridden_config
@@ -71,9 +72,26 @@ def test_a_folder_that_cannot_take_the_results_is_refused_before_anything_runs(t
     (tmp_path / "parts.json").write_text('{"a": 1}')
     for out, named in (("file", "file: must be a folder that can be written (File exists)"), ("file/below", "(Not a directory)"),
                        (".", "parts.json: must be the list of parts that million.py writes")):
-        assert million.main(["--out", str(tmp_path / out)]) == 2
+        assert million.main(["--out", str(tmp_path / out), "run.device=cpu"]) == 2
         said = capsys.readouterr().err
         assert said.startswith(f"million: --out {tmp_path}") and named in said and said.count("\n") == 1
+
+
+def test_without_a_gpu_nothing_runs_but_what_is_asked_of_the_cpu(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(million, "measure", lambda *given: pytest.fail("it ran"))
+    assert million.main(["--out", str(tmp_path / "new")]) == 2 and not (tmp_path / "new").exists()
+    said = capsys.readouterr().err
+    assert said.startswith("million: run.device=cuda: what is measured is a GPU, this machine has 0; nearest: run.device=cpu")
+    assert said.count("\n") == 1 and million.main(["--list"]) == 0
+
+
+def test_a_calibration_of_a_cpu_predicts_nothing(tmp_path, capsys):
+    write_run(tmp_path / "step", "block_save_attention", 1, 5.5)
+    written = {"rates": {"matmul_tflops": 1e-3}, "environment": {"device": "cpu"}}
+    (tmp_path / "calibration.json").write_text(json.dumps(written))
+    assert report([tmp_path], tmp_path) == 1
+    assert "NOT calibrated" in capsys.readouterr().out
 
 
 def test_a_folder_without_figures_is_refused_and_a_list_names_its_scratch_folder(capsys, tmp_path):
@@ -275,7 +293,7 @@ def test_a_run_leaves_nothing_of_an_earlier_one_in_its_folder_and_ends_its_parts
 
     monkeypatch.setattr(million, "run", run)
     monkeypatch.setattr(million, "show", lambda folders, out: 0)
-    assert million.main(["--parts", "two-layers-save", "--tokens", "2048", "--out", str(tmp_path)]) == 0
+    assert million.main(["--parts", "two-layers-save", "--tokens", "2048", "--out", str(tmp_path), "run.device=cpu"]) == 0
     assert seen == [["offload.json"]] and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert json.loads((tmp_path / "parts.json").read_text()) == [{"name": "two-layers-save", "verdict": "ok", "tokens": 2048}]
 

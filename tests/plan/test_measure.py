@@ -25,8 +25,13 @@ def test_a_step_of_each_length_and_policy_is_written_with_what_it_took_and_compa
         pairs = record["layers"] * record["tokens"] * (record["tokens"] + 1) // 2
         assert record["allowed_pairs"] == pairs and f"{pairs:,}" in shown
         assert record["seconds"] > 0 and record["peak_gib"] > 0 and 3 < record["loss"] < 7 and record["gpus"] == 1
+    assert plan.main(["compare", "--measured", str(file)]) == 2
+    assert f"--measured {file}: was measured on a CPU, and is no h200's; nearest: " in capsys.readouterr().err
+    file.write_text(json.dumps({**found, "environment": {"device": "NVIDIA H200"}}))
     plan.main(["compare", "--measured", str(file)])
     assert "200 tokens, none" in capsys.readouterr().out
+    assert plan.main(["compare", "--measured", str(file), "--gpu", "h100"]) == 2
+    assert "was measured on an NVIDIA H200; nearest: --gpu h200" in capsys.readouterr().err
 
 
 def test_rings_of_processes_are_measured_at_equal_rows_and_report_every_rank(tmp_path):
@@ -64,6 +69,15 @@ def test_each_run_has_host_memory_of_its_own_and_the_optimizers_is_counted(monke
     file, words = tmp_path / "measured.json", [*SMALL, f"data.cache_dir={tmp_path}", "optim.name=adamw"]
     assert plan.main(["measure", *words, "--runs", "100:offload,64:block", "--json", str(file)]) == 0
     assert len(set(stores)) == 2 and json.loads(file.read_text())["records"][0]["host_gib"] is None
+
+
+def test_without_a_gpu_a_cpu_is_measured_only_where_it_is_asked_for(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    for command in ("measure", "calibrate"):
+        assert plan.main([command, "model=tiny", "--json", str(tmp_path / "no.json")]) == 2
+        said = capsys.readouterr().err
+        assert "run.device=auto: what is measured is a GPU, this machine has 0; nearest: run.device=cpu" in said
+        assert said.count("\n") == 1 and not (tmp_path / "no.json").exists()
 
 
 @pytest.mark.parametrize("words, named", [

@@ -8,7 +8,8 @@ import pytest
 from ringflash.launch import plan
 from ringflash.planning.hardware import GPUS, hardware_of
 
-LLAMA = ["model=llama3_8b", "data.seq_len=1048576", "train.residual_dtype=bf16"]
+ROOT = Path(__file__).resolve().parents[2]
+LLAMA = ["model=llama3_8b", "data.seq_len=1048576", "train.residual_dtype=bf16", "train.tile_rows=4096"]
 
 
 def test_a_plan_names_memory_by_part_seconds_communication_the_best_division_and_every_source(capsys, tmp_path):
@@ -28,10 +29,9 @@ def test_a_plan_names_memory_by_part_seconds_communication_the_best_division_and
 
 
 def test_the_calibration_of_an_h200_that_is_here_predicts_what_the_readme_says(capsys):
-    root = Path(__file__).resolve().parents[2]
-    assert plan.main([*LLAMA, "--gpus", "8", "--calibration", str(root / "docs/calibration_h200.json")]) == 0
+    assert plan.main([*LLAMA, "--gpus", "8", "--calibration", str(ROOT / "docs/calibration_h200.json")]) == 0
     found = re.search(r"predicted: ([\d.]+) s per step, .*, ([\d.]+) model-TFLOP/s per GPU", capsys.readouterr().out)
-    row = next(line for line in (root / "README.md").read_text().splitlines() if "either, with the rates measured" in line)
+    row = next(line for line in (ROOT / "README.md").read_text().splitlines() if "either, with the rates measured" in line)
     assert f"| {float(found[1]):.0f} |" in row and f"| {found[2]} |" in row
 
 
@@ -56,6 +56,8 @@ def test_what_is_given_is_not_searched_and_rates_and_documents_change_the_predic
     (["model=hf", "model.hf=folder"], "model.hf=folder: "),
     (["--rate", "matmul_tflops=fast"], "--rate matmul_tflops=fast: must be NAME=NUMBER"),
     (["--documents", "uniform"], "documents 'uniform'"),
+    (["--calibration", f"{ROOT}/docs/calibration_h200.json", "--gpu", "h100"],
+     "was measured on an NVIDIA H200; nearest: --gpu h200, or --gpu h100 without --calibration"),
     (["--calibration", "/nowhere.json"], "--calibration /nowhere.json: "),
     (["compare", "--measured", "/nowhere"], "--measured /nowhere: "),
 ])
@@ -67,11 +69,17 @@ def test_a_wrong_plan_is_refused_in_one_line_with_key_rule_and_nearest(words, na
 
 def test_calibrate_measures_here_and_its_file_replaces_the_tables_numbers_and_predicts_the_step_it_has_not_seen(tmp_path, capsys):
     file = tmp_path / "calibration.json"
-    assert plan.main(["calibrate", "model=tiny", "train.dtype=fp32", "--json", str(file), "--layers", "1"]) == 0
+    assert plan.main(["calibrate", "model=tiny", "run.device=cpu", "--json", str(file), "--layers", "1"]) == 0
     capsys.readouterr()
     found = json.loads(file.read_text())
     assert set(found["rates"]) >= {"matmul_tflops", "memory_gb_s", "forward_tflops", "backward_tflops", "optimizer_ns",
                                    "extra_gib", "rest_factor", "slack"}
+    assert found["environment"]["device"] == "cpu"
+    for words in ([], ["--gpu", "h200"]):
+        assert plan.main(["model=tiny", "--calibration", str(file), *words]) == 2
+        assert f"--calibration {file}: was measured on a CPU, and is no h200's" in capsys.readouterr().err
+    found["environment"]["device"] = "NVIDIA H200"
+    file.write_text(json.dumps(found))
     hardware = hardware_of("h200", file)
     assert hardware.matmul_tflops == found["rates"]["matmul_tflops"] != GPUS["h200"].matmul_tflops
     assert hardware.source("matmul_tflops") == f"measured: {file}" and "assumed" in hardware.source("across_gb_s")
@@ -98,6 +106,13 @@ def test_compare_reads_a_run_folder_and_fails_where_the_error_is_larger_than_all
     shown = capsys.readouterr().out
     assert "run" in shown and " 2 " in shown and "2.00" in shown and "NOT held" in shown
     assert plan.main(["compare", "--measured", str(folder), "--max-memory-error", "1e9", "--max-time-error", "1"]) == 0
+    for file, text in (("summary.json", '{"ranks": "dp 1 x cp 2 on cpu"}'), (".hydra/config.yaml", "run: {device: cpu}")):
+        (folder / file).write_text(text)
+        capsys.readouterr()
+        assert plan.main(["compare", "--measured", str(folder)]) == 2
+        said = capsys.readouterr().err
+        assert f"--measured {folder}: was measured on a CPU, and is no h200's" in said and said.count("\n") == 1
+        (folder / file).unlink()
 
 
 def record(**figures) -> dict:
@@ -197,3 +212,35 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(words, named, 
 def test_a_plan_of_which_no_division_fits_exits_with_1_and_says_how_much_it_would_take(capsys):
     assert plan.main(["model=llama3_8b", "data.seq_len=1200000", "optim.offload=true", "train.activations=offload"]) == 1
     assert "does not fit: 197 GiB of 140" in capsys.readouterr().out
+
+
+def test_a_calibration_without_a_kind_is_of_the_card_that_it_names(tmp_path):
+    file = tmp_path / "calibration.json"
+
+    def calibrated(device, name=None):
+        file.write_text(json.dumps({"rates": {"matmul_tflops": 500.0}, "environment": {"device": device}}))
+        return hardware_of(name, file)
+
+    found = calibrated("NVIDIA H100 80GB HBM3")
+    assert (found.name, found.memory_gib, found.matmul_tflops) == ("h100", GPUS["h100"].memory_gib, 500.0)
+    assert calibrated("NVIDIA A100-SXM4-80GB").name == "a100"
+    assert calibrated("NVIDIA L40S", "h200").name == "NVIDIA L40S (what was not measured: as of h200)"
+    file.write_text(json.dumps({"rates": {"matmul_tflops": 500.0}}))
+    assert hardware_of("b200", file).name == "b200", "it does not say of which card"
+
+
+def test_what_training_runs_is_planned_and_tiles_that_are_not_given_are_proposed_apart(capsys):
+    assert plan.main(["experiment=one_gpu_128k", "train.activations=none"]) == 0
+    shown = capsys.readouterr().out
+    assert "train.tile_rows=0" in shown and shown.splitlines()[-1].startswith("proposal, not in this plan: with train.tile_rows=4096")
+    tensors = float(re.search(r"max_memory_allocated\)\s+([\d.]+)", shown)[1])
+    assert tensors == pytest.approx(48.7, rel=0.05), "what the run took"
+    assert plan.main(["experiment=one_gpu_128k", "train.tile_rows=0"]) == 0
+    assert "proposal" not in capsys.readouterr().out
+
+
+def test_a_configuration_for_cpus_and_the_order_of_the_table_are_said(capsys):
+    assert plan.main(["experiment=quickstart"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("run.device=cpu: training so is on a CPU; this is the plan of its run.device=cuda on h200\n")
+    assert "of those within 1% of the most, the smallest dp" in shown
