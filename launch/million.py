@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check(overrides: Sequence[str], is_run: bool) -> None:
-    """ValueError for what no part could be run with; where it is to be run, also without a GPU, unless run.device=cpu is given."""
+    """ValueError for what no part could be run with; where it is to be run, also without a GPU but for run.device=cpu."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 

@@ -39,7 +39,7 @@ _MIN_S = {"cuda": 0.4, "cpu": 0.01}  # that a rate is timed for at least
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", required=True, help="the calibration, for --calibration")
-    parser.add_argument("--gpu", help=f"whose table stands for what is not measured: {', '.join(GPUS)} (default: of the card's kind)")
+    parser.add_argument("--gpu", help=f"whose table stands for what is not measured: {', '.join(GPUS)} (default: the card's kind)")
     parser.add_argument("--layers", type=int, default=2, help="of the training steps (default 2)")
     parser.add_argument("--no-steps", action="store_true", help="leave out the training steps: no memory, no rest_factor")
 
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace, read_config: Callable[..., Config]) -> int:
 
 
 def device_at_hand(cfg: Config) -> torch.device:
-    """The first GPU, or where run.device=cpu asks for it the CPU. ValueError where there is no GPU and nobody asked for the CPU."""
+    """The first GPU, or where run.device=cpu asks for it the CPU. ValueError where there is no GPU and it does not."""
     if cfg.run.device != "cpu" and torch.cuda.device_count() == 0:
         raise ValueError(f"run.device={cfg.run.device}: what is measured is a GPU, this machine has 0; nearest: run.device=cpu, "
                          "which says nothing of one")
@@ -257,7 +257,8 @@ def train_step(cfg: Config, device: torch.device, policy: str, seq_len: int, lay
 
 def corrections(cfg: Config, written: dict, options: argparse.Namespace) -> dict[str, float]:
     """rest_factor, extra_gib and slack, from the longest step of each policy beside its prediction."""
-    hardware = hardware_of(options.gpu or kind_of(written["environment"]["device"]) or DEFAULT).given(written["rates"], "calibration")
+    kind = options.gpu or kind_of(written["environment"]["device"]) or DEFAULT
+    hardware = hardware_of(kind).given(written["rates"], "calibration")
     rest, extra, slack = [], [], []
     for record in written["steps"]:
         if record["seq_len"] != max(each["seq_len"] for each in written["steps"]):

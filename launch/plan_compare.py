@@ -59,7 +59,8 @@ def run(options: argparse.Namespace, read_config: ReadConfig) -> int:
 def _check_device(record: dict, hardware: Hardware) -> None:
     device = record.get("device")
     if device == "cpu":
-        raise ValueError(f"--measured {record['file']}: was measured on a CPU, and is no {hardware.name}'s; nearest: a run on a GPU")
+        raise ValueError(f"--measured {record['file']}: was measured on a CPU, and is no {hardware.name}'s; nearest: a run on a "
+                         "GPU")
     if hardware.name in GPUS and kind_of(device) not in (None, hardware.name):
         raise ValueError(f"--gpu {hardware.name}: --measured {record['file']} was measured on an {device}; nearest: --gpu "
                          f"{kind_of(device)}")

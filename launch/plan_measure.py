@@ -61,8 +61,8 @@ def run(options: argparse.Namespace, read_config: Callable[..., Config]) -> int:
     device = device_at_hand(cfg)
     asked = [{"tokens": tokens, "activations": policy, "gpus": size, "layers": cfg.model.num_layers}
              for size in options.processes or (1,) for tokens, policy in runs_of(options, cfg, size)]
-    written: dict = {"environment": environment_of(device), "excluded": __doc__.split("\n\n")[2].replace("\n", " "), "asked": asked,
-                     "records": []}
+    written: dict = {"environment": environment_of(device), "excluded": __doc__.split("\n\n")[2].replace("\n", " "),
+                     "asked": asked, "records": []}
 
     def write() -> None:
         Path(options.json).write_text(json.dumps(written, indent=1) + "\n")

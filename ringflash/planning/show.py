@@ -12,14 +12,14 @@ from ringflash.planning.search import Prediction
 MFU = ("model FLOPs = 6 x weights of matrix products x tokens + 12 x heads x head_dim x allowed pairs of each layer, nothing for "
        "what is computed again, of the bf16 dense peak")
 
-ORDER = ("What fits, most tokens/s/GPU first; of those within 1% of the most, the smallest dp, then the least ulysses, host GiB, GiB.\n"
-         "Then what does not fit, least GiB first.")
+ORDER = ("What fits, most tokens/s/GPU first; of those within 1% of the most, the smallest dp, then the least ulysses, host GiB, "
+         "GiB.\nThen what does not fit, least GiB first.")
 
 
 def text(best: Prediction, others: Sequence[Prediction], longest: int) -> str:
     """The best division in full, the others as a table, and what all of it rests on."""
-    parts = [f"{title(best.job, best.hardware)}\n{ORDER}\n{ranking([best, *others])}", f"{best.job.name}:\n{memory(best)}", seconds(best),
-             communication(best), totals(best, longest), assumptions(best.hardware)]
+    parts = [f"{title(best.job, best.hardware)}\n{ORDER}\n{ranking([best, *others])}", f"{best.job.name}:\n{memory(best)}",
+             seconds(best), communication(best), totals(best, longest), assumptions(best.hardware)]
     return "\n\n".join(parts)
 
 
@@ -160,7 +160,8 @@ def as_dict(prediction: Prediction) -> dict:
     """All figures, for a file."""
     job, time, found = prediction.job, prediction.time, prediction.memory
     return {"dp": job.dp, "ring": job.ring, "ulysses": job.ulysses, "shard": job.shard, "activations": job.activations,
-            "tile_rows": job.cfg.train.tile_rows, "seq_len": job.seq_len, "gpus": job.num_gpus, "fits": prediction.fits, "seconds": time.seconds,
+            "tile_rows": job.cfg.train.tile_rows, "seq_len": job.seq_len, "gpus": job.num_gpus, "fits": prediction.fits,
+            "seconds": time.seconds,
             "seconds_by_part": dict(time.parts),
             "tokens_per_s_per_gpu": time.tokens_per_s_per_gpu, "model_tflops_per_gpu": time.model_tflops_per_gpu, "mfu": time.mfu,
             "live_gib": found.live_gib, "reserved_gib": found.reserved_gib, "peak": found.when, "host_gib": prediction.host_gib,

@@ -232,7 +232,8 @@ def test_a_calibration_without_a_kind_is_of_the_card_that_it_names(tmp_path):
 def test_what_training_runs_is_planned_and_tiles_that_are_not_given_are_proposed_apart(capsys):
     assert plan.main(["experiment=one_gpu_128k", "train.activations=none"]) == 0
     shown = capsys.readouterr().out
-    assert "train.tile_rows=0" in shown and shown.splitlines()[-1].startswith("proposal, not in this plan: with train.tile_rows=4096")
+    proposed = shown.splitlines()[-1]
+    assert "train.tile_rows=0" in shown and proposed.startswith("proposal, not in this plan: with train.tile_rows=4096 ")
     tensors = float(re.search(r"max_memory_allocated\)\s+([\d.]+)", shown)[1])
     assert tensors == pytest.approx(48.7, rel=0.05), "what the run took"
     assert plan.main(["experiment=one_gpu_128k", "train.tile_rows=0"]) == 0
