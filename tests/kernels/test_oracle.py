@@ -58,7 +58,7 @@ def test_documents_never_mix():
         zeros = torch.zeros_like(number)
         for causal in (True, False):
             out = attention_oracle(zeros, zeros, number, causal=causal, cu_seqlens=ends).out
-            assert torch.allclose(out, number, atol=1e-12, rtol=1e-12)
+            torch.testing.assert_close(out, number, atol=1e-12, rtol=1e-12)
 
 
 def test_cu_seqlens_with_unequal_lengths_is_refused():
@@ -74,15 +74,16 @@ def test_oracle_agrees_with_pytorch_attention_on_square_causal_input(group):
     out.backward(dout.transpose(1, 2))
     result = attention_oracle(q, k, v, dout=dout)
     for ours, theirs in zip((result.out, result.dq, result.dk, result.dv), (out, *(x.grad for x in leaves))):
-        assert torch.allclose(ours, theirs.detach().transpose(1, 2), atol=1e-13, rtol=0)
+        torch.testing.assert_close(ours, theirs.detach().transpose(1, 2), atol=1e-13, rtol=0)
 
 
 def test_gradient_of_lse_is_the_probability_times_the_other_side():
     q, k, v, _ = random_inputs(3, 3, 1, 1, 4, torch.float64, seed=0)
     result = attention_oracle(q, k, v, causal=False, softmax_scale=1.0, dout=torch.zeros_like(q), dlse=torch.ones(1, 1, 3))
     p = torch.softmax(q[0, :, 0] @ k[0, :, 0].T, -1)
-    assert torch.allclose(result.dq[0, :, 0], p @ k[0, :, 0], atol=1e-13, rtol=1e-12)
-    assert torch.allclose(result.dk[0, :, 0], p.T @ q[0, :, 0], atol=1e-13, rtol=1e-12) and bool((result.dv == 0).all())
+    torch.testing.assert_close(result.dq[0, :, 0], p @ k[0, :, 0], atol=1e-13, rtol=1e-12)
+    torch.testing.assert_close(result.dk[0, :, 0], p.T @ q[0, :, 0], atol=1e-13, rtol=1e-12)
+    assert bool((result.dv == 0).all())
 
 
 def test_a_cap_bounds_scores_and_damps_their_gradient_by_1_minus_tanh_squared():
@@ -176,12 +177,12 @@ def test_chunks_and_sampled_rows_give_the_rows_of_the_whole(monkeypatch):
     rows, key_rows = torch.tensor([0, 6, 7, 22, 39]), torch.tensor([0, 13, 32])
     part = attention_oracle(q, k, v, window_size=(9, 0), dout=dout, rows=rows, key_rows=key_rows)
     for name, index in (("out", rows), ("dq", rows), ("dk", key_rows), ("dv", key_rows)):
-        assert torch.allclose(getattr(part, name), getattr(whole, name)[:, index], atol=1e-13, rtol=1e-12)
-    assert torch.allclose(part.lse, whole.lse[:, :, rows], atol=1e-13, rtol=1e-12)
+        torch.testing.assert_close(getattr(part, name), getattr(whole, name)[:, index], atol=1e-13, rtol=1e-12)
+    torch.testing.assert_close(part.lse, whole.lse[:, :, rows], atol=1e-13, rtol=1e-12)
     assert attention_oracle(q, k, v, dout=dout, rows=rows).dk is None
     sunk = dict(sinks=torch.tensor([0.5, -0.5]), dout=dout)
     part, whole = (attention_oracle(q, k, v, **sunk, **some) for some in (dict(rows=rows, key_rows=key_rows), {}))
-    assert torch.allclose(part.dsinks, whole.dsinks, atol=1e-13, rtol=1e-12)
+    torch.testing.assert_close(part.dsinks, whole.dsinks, atol=1e-13, rtol=1e-12)
     assert part.magnitude["dsinks"] == pytest.approx(whole.magnitude["dsinks"])
     assert attention_oracle(q, k, v, **sunk, rows=rows).dsinks is None
 

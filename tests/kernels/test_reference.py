@@ -26,7 +26,7 @@ def test_float64_equals_the_oracle_for_any_split_into_visits(Sq, Sk, visits):
         ours = attend_in_visits(reference, q, k, v, k_lo, k_hi, split_keys(Sk, visits, seed), dout=dout, dlse=dlse)
         oracle = attention_oracle(q, k, v, allowed=interval_mask(k_lo, k_hi, Sk), dout=dout, dlse=dlse)
         for name, x in ours.items():
-            assert torch.allclose(x, getattr(oracle, name), atol=1e-12, rtol=1e-12), name
+            torch.testing.assert_close(x, getattr(oracle, name), atol=1e-12, rtol=1e-12, msg=lambda said: f"{name}: {said}")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
