@@ -147,11 +147,11 @@ def backward_launch(
     block_m, half = variant.block_m, KEYS // 2
     dq_block = (1, block_m // 2, 1, head_dim) if variant.by_rows else (1, block_m, 1, head_dim // 2)
     num_kv_total = batch * num_kv_heads
-    items, shared, longest = key_items(intervals, block_m, KEYS, num_heads // num_kv_heads, num_kv_total, sms, cut=dq is not None,
-                              accumulate=accumulate)
+    items, shared, longest = key_items(
+        intervals, block_m, KEYS, num_heads // num_kv_heads, num_kv_total, sms, cut=dq is not None, accumulate=accumulate)
     if shared is not None and not accumulate:
-        for x in (dk, dv):
-            x[:, slice(*shared)].zero_()  # what several programs add to has to hold something
+        for x in (dk, dv):  # what several programs add to has to hold something
+            x[:, shared].zero_() if isinstance(shared, slice) else x.index_fill_(1, shared, 0.0)
     arguments = dict(
         q=describe(q, (1, block_m, 1, head_dim)), k=describe(k, (1, KEYS, 1, head_dim)), v=describe(v, (1, KEYS, 1, head_dim)),
         dout=describe(dout, (1, block_m, 1, head_dim)),

@@ -10,11 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .hopper_forward_tiles import spans
+from .hopper_forward_tiles import in_order, spans
 from .intervals import Intervals
 
 RECORD = 8  # of the table: the first key; a, b, c, d; where in [b, c) the walk starts; whether it adds to dk and dv; nothing
 START = 4  # what a program costs beside its steps, in steps: loading k and v, storing dk and dv
+LONG, LAST = 1 / 4, 1 / 16  # see `in_order`: a program is a large part of a launch
 # Of the time that the estimate gives: pieces also add to dk and dv and walk apart, which it does not know, so a few per cent that it
 # promises (the last of several waves of equal programs) turn into a loss.
 WORTH = 0.85
@@ -22,37 +23,50 @@ WORTH = 0.85
 
 def key_items(
     intervals: Intervals, block_m: int, block_n: int, group: int, num_kv_total: int, sms: int, *, cut: bool, accumulate: bool,
-) -> tuple[Tensor, tuple[int, int] | None, int]:
-    """(int32 [items, RECORD] on the device, most steps first; the first and the stop row of the keys that programs share, or None;
-    query rows of the longest program); kept with the intervals. group: query heads per kv head; num_kv_total: kv heads of all
-    batches. cut: programs may share keys.
-    accumulate: all add to dk and dv, and key tiles that nobody sees need no program."""
+) -> tuple[Tensor, Tensor | slice | None, int]:
+    """(int32 [items, RECORD] on the device, as `in_order`; the rows of the keys that programs share, or None; query rows of the
+    longest program); kept with the intervals. group: query heads per kv head; num_kv_total: kv heads of all batches. cut: programs
+    may share keys. accumulate: all add to dk and dv, and key tiles that nobody sees need no program."""
     key = ("hopper", "key items", block_m, block_n, group, num_kv_total, sms, cut, accumulate)
     if key not in intervals.cache:
         items = runs(intervals.host_q_lo, intervals.host_q_hi, intervals.num_q, block_m, block_n, 2 * START // group if cut else None)
         if cut:
             items = cut_long(items, block_m, group, num_kv_total, sms)
-        order = torch.argsort(items[:, 4] - items[:, 1], descending=True, stable=True)
+        items = items[torch.argsort(items[:, 0], stable=True)]
         if accumulate:
-            order = order[: int((items[:, 4] > items[:, 1]).sum())]
-        items = items[order]
-        shared = items[items[:, 6] != 0, 0]
-        span = (int(shared.min()), int(shared.max()) + block_n) if len(shared) else None
+            items = items[items[:, 4] > items[:, 1]]
+        items = items[in_order(items[:, 4] - items[:, 1], sms / num_kv_total, LONG, LAST)]
+        shared = _rows(items[items[:, 6] != 0, 0].unique(), block_n, intervals.num_k)
         # Neighbours start two tiles apart, so that they do not add to the same rows of dq at the same time.
         full = (items[:, 3] - items[:, 2]).clamp(min=block_m)
         items[:, 5] = items[:, 2] + items[:, 0] // block_n * 2 * block_m % full
         items[:, 6] |= int(accumulate)
         longest = int((items[:, 4] - items[:, 1]).max())
-        intervals.cache[key] = items.to(torch.int32).to(intervals.device), span, longest
+        if isinstance(shared, Tensor):
+            shared = shared.to(intervals.device)
+        intervals.cache[key] = items.to(torch.int32).to(intervals.device), shared, longest
     return intervals.cache[key]
+
+
+def _rows(first: Tensor, block_n: int, num_k: int) -> Tensor | slice | None:
+    """The rows of the key tiles that begin at these [tiles], in order: some run of rows that holds them where it is not twice as long."""
+    if not len(first):
+        return None
+    span = slice(int(first[0]), min(int(first[-1]) + block_n, num_k))
+    if span.stop - span.start <= 2 * block_n * len(first):
+        return span
+    rows = (first[:, None] + torch.arange(block_n)).flatten()
+    return rows[rows < num_k]
 
 
 def runs(q_lo: Tensor, q_hi: Tensor, num_q: int, block_m: int, block_n: int, gap: int | None) -> Tensor:
     """int64 [items, RECORD], one per key tile and run of query tiles. q_lo, q_hi: int32 [Sk]. gap: runs end where more than that many
     query tiles in a row see none of the keys; None: nowhere."""
     num_k = q_lo.shape[0]
-    col0, lo, hi, empty, gaps = spans(q_lo, q_hi, block_n, block_m if gap is None else gap * block_m)
-    last = (col0 + block_n).clamp(max=num_k) - 1
+    col0 = torch.arange(0, num_k, block_n)
+    stop = (col0 + block_n).clamp(max=num_k)
+    lo, hi, empty, gaps = spans(q_lo, q_hi, col0, stop, block_m if gap is None else gap * block_m)
+    last = stop - 1
     a = torch.where(empty, 0, lo // block_m * block_m)
     d = torch.where(empty, 0, -(-hi // block_m) * block_m)
     # Both ends are non-decreasing: the first and the last key bound what all are seen by. Rows past the end give nothing: the last

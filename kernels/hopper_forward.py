@@ -34,6 +34,7 @@ class ForwardTile:
     consumer_registers: int
     max_registers: int
     by_sums: bool
+    any_rows: bool  # tiles may begin with a document (`tile_rows`)
     section_bytes: int = 64 << 20  # of k and v together: what is walked at a time (one head at a time was 0.89-0.94x)
 
     @property
@@ -44,11 +45,11 @@ class ForwardTile:
 
 FORWARD_TILES = {
     64: ForwardTile(64, 128, 3, stages=3, q_stages=2, q_registers=False, consumer_registers=160, max_registers=128,
-                    by_sums=True),
+                    by_sums=True, any_rows=True),
     128: ForwardTile(64, 128, 2, stages=2, q_stages=2, q_registers=True, consumer_registers=240, max_registers=168,
-                     by_sums=True),
+                     by_sums=True, any_rows=True),
     256: ForwardTile(64, 64, 2, stages=2, q_stages=1, q_registers=False, consumer_registers=240, max_registers=168,
-                     by_sums=False),
+                     by_sums=False, any_rows=False),
 }
 
 
@@ -61,6 +62,7 @@ def forward_kernel(
     k_desc,  # IN    [B, Sk, Hkv, D] descriptor, blocks of BLOCK_N rows
     v_desc,  # IN    likewise
     out_desc,  # OUT   [B, Sq, Hq, D] descriptor like q's, input dtype: tiles that end
+    out,  # OUT   the same as a pointer
     state,  # INOUT [B, Sq, Hq, D] fp32: read where a tile does not start (never: FIRST), written where it does not end (never: LAST)
     lse,  # INOUT [B, Hq, Sq] fp32, natural log, likewise; always written
     k_lo,  # IN    [Sq] int32, non-decreasing
@@ -73,11 +75,11 @@ def forward_kernel(
     section,  # query heads walked together
     num_tiles,  # query tiles per head that are computed
     total,  # num_tiles * num_heads_total
-    state_sb, state_ss, state_sh, lse_sb, lse_sh,
+    out_sb, out_ss, out_sh, state_sb, state_ss, state_sh, lse_sb, lse_sh,
     scale_log2, pre,  # see `consumer`
     D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr,
     STAGES: gl.constexpr, Q_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
-    FIRST: gl.constexpr, LAST: gl.constexpr, CAPPED: gl.constexpr, BY_SUMS: gl.constexpr,
+    FIRST: gl.constexpr, LAST: gl.constexpr, CAPPED: gl.constexpr, BY_SUMS: gl.constexpr, ANY_ROWS: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -107,15 +109,16 @@ def forward_kernel(
     fence_async_shared()
     memory = (q_s, k_s, v_s, info_s, failed_s)
     barriers = (info_full, info_empty, q_full, q_empty, k_full, v_full, kv_empty)
-    given = (out_desc, state, lse, k_lo, k_hi, num_q, state_sb, state_ss, state_sh, lse_sb, lse_sh, scale_log2, pre)
+    given = (out_desc, out, state, lse, k_lo, k_hi, num_q, out_sb, out_ss, out_sh, state_sb, state_ss, state_sh, lse_sb, lse_sh,
+             scale_log2, pre)
     drawn = (tiles, counter, num_heads, num_heads_total, section, num_tiles, total)
     # Partitions are written out: only tensors and scalars may be kept in a variable, neither constants nor functions.
     if CONSUMERS == 2:
         gl.warp_specialize([
             (consumer, (0, given, memory, barriers, BLOCK_M, BLOCK_N, D, CONSUMERS, Q_STAGES, STAGES, Q_REGISTERS, not FIRST,
-                        LAST, CAPPED, dtype, BY_SUMS)),
+                        LAST, CAPPED, dtype, BY_SUMS, ANY_ROWS)),
             (consumer, (1, given, memory, barriers, BLOCK_M, BLOCK_N, D, CONSUMERS, Q_STAGES, STAGES, Q_REGISTERS, not FIRST,
-                        LAST, CAPPED, dtype, BY_SUMS)),
+                        LAST, CAPPED, dtype, BY_SUMS, ANY_ROWS)),
             (producer, (q_desc, k_desc, v_desc, memory, barriers, group, BLOCK_M, BLOCK_N, D, CONSUMERS, Q_STAGES, STAGES)),
             (scheduler, (drawn, memory, barriers, BLOCK_M * CONSUMERS, CONSUMERS, BY_SUMS)),
         ], [4, 1, 1], [REGISTERS, 24, 24])
@@ -123,11 +126,11 @@ def forward_kernel(
         gl.static_assert(CONSUMERS == 3)
         gl.warp_specialize([
             (consumer, (0, given, memory, barriers, BLOCK_M, BLOCK_N, D, CONSUMERS, Q_STAGES, STAGES, Q_REGISTERS, not FIRST,
-                        LAST, CAPPED, dtype, BY_SUMS)),
+                        LAST, CAPPED, dtype, BY_SUMS, ANY_ROWS)),
             (consumer, (1, given, memory, barriers, BLOCK_M, BLOCK_N, D, CONSUMERS, Q_STAGES, STAGES, Q_REGISTERS, not FIRST,
-                        LAST, CAPPED, dtype, BY_SUMS)),
+                        LAST, CAPPED, dtype, BY_SUMS, ANY_ROWS)),
             (consumer, (2, given, memory, barriers, BLOCK_M, BLOCK_N, D, CONSUMERS, Q_STAGES, STAGES, Q_REGISTERS, not FIRST,
-                        LAST, CAPPED, dtype, BY_SUMS)),
+                        LAST, CAPPED, dtype, BY_SUMS, ANY_ROWS)),
             (producer, (q_desc, k_desc, v_desc, memory, barriers, group, BLOCK_M, BLOCK_N, D, CONSUMERS, Q_STAGES, STAGES)),
             (scheduler, (drawn, memory, barriers, BLOCK_M * CONSUMERS, CONSUMERS, BY_SUMS)),
         ], [4, 4, 1, 1], [REGISTERS, REGISTERS, 24, 24])
@@ -163,7 +166,8 @@ def forward_launch(
     group = num_heads // num_kv_heads
     by_sums = tile.by_sums and q.dtype == torch.bfloat16
     last = out is not None and (turn is None or turn.closes)
-    tiles = query_tiles(intervals, tile.rows, tile.block_n, by_sums, first, last, turn)
+    together = num_ctas / (batch * num_heads)
+    tiles = query_tiles(intervals, tile.rows, tile.block_n, by_sums, first, last, together, turn, tile.any_rows)
     num_tiles = tiles.shape[0]
     total = num_tiles * batch * num_heads
     per_group = 2 * num_k * head_dim * k.element_size()
@@ -171,19 +175,21 @@ def forward_launch(
     unused = first and last
     # the stride of a dim of size 1 means nothing and would only cost another compile
     steps = [0 if unused or state.shape[i] == 1 else state.stride(i) for i in range(3)]
+    out_steps = [0 if out is None or out.shape[i] == 1 else out.stride(i) for i in range(3)]
     lse_steps = [0 if lse.shape[i] == 1 else lse.stride(i) for i in range(2)]
     arguments = dict(
         q_desc=describe(q, (1, tile.block_m, 1, head_dim)), k_desc=describe(k, (1, tile.block_n, 1, head_dim)),
         v_desc=describe(v, (1, tile.block_n, 1, head_dim)),
         out_desc=describe(q if out is None else out, (1, tile.block_m, 1, head_dim)),
-        state=lse if unused else state, lse=lse, k_lo=intervals.k_lo, k_hi=intervals.k_hi,
+        out=q if out is None else out, state=lse if unused else state, lse=lse, k_lo=intervals.k_lo, k_hi=intervals.k_hi,
         tiles=tiles, counter=counter,
         num_q=num_q, num_heads=num_heads, group=group, num_heads_total=batch * num_heads, section=section, num_tiles=num_tiles,
-        total=total, state_sb=steps[0], state_ss=steps[1], state_sh=steps[2], lse_sb=lse_steps[0], lse_sh=lse_steps[1],
+        total=total, out_sb=out_steps[0], out_ss=out_steps[1], out_sh=out_steps[2],
+        state_sb=steps[0], state_ss=steps[1], state_sh=steps[2], lse_sb=lse_steps[0], lse_sh=lse_steps[1],
         # tanh leaves scores of at most 1, which the cap then scales
         scale_log2=(softcap if softcap else softmax_scale) * LOG2_E, pre=softmax_scale / softcap if softcap else 0.0,
         D=head_dim, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, CONSUMERS=tile.consumers, Q_STAGES=tile.q_stages,
         STAGES=tile.stages, Q_REGISTERS=tile.q_registers, REGISTERS=tile.consumer_registers,
-        FIRST=first, LAST=last, CAPPED=softcap > 0, BY_SUMS=by_sums,
+        FIRST=first, LAST=last, CAPPED=softcap > 0, BY_SUMS=by_sums, ANY_ROWS=tile.any_rows,
     )
     return (max(1, min(total, num_ctas)),), arguments, {"num_warps": 4, "maxnreg": tile.max_registers}

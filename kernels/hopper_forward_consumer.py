@@ -48,11 +48,19 @@ def step(
 
 
 @gluon.jit
-def state_pointers(state, batch, head, rows, cols, stride_b, stride_s, stride_h):
-    """[rows, D] pointers into the fp32 state [B, Sq, Hq, D]."""
+def row_pointers(x, batch, head, rows, cols, stride_b, stride_s, stride_h):
+    """[rows, D] pointers into the fp32 state, or out, [B, Sq, Hq, D]."""
     # 64 bit: row * stride passes 2^31 at 524,288 rows of 32 heads x 128
-    base = state + batch.to(gl.int64) * stride_b + head.to(gl.int64) * stride_h
+    base = x + batch.to(gl.int64) * stride_b + head.to(gl.int64) * stride_h
     return base + (rows.to(gl.int64) * stride_s)[:, None] + cols[None, :]
+
+
+@gluon.jit
+def store_block(memory, x, desc, batch, row, head):
+    """Starts the copy of x [BLOCK_M, D] to rows of desc [B, S, H, D] by way of `memory`, in its dtype. Rows past the last stay out."""
+    memory.store(x.to(memory.dtype))
+    fence_async_shared()
+    tma_store(desc, [batch, row, head, 0], reinterpret(memory, memory.dtype, [1, x.shape[0], 1, x.shape[1]], desc.layout))
 
 
 @gluon.jit
@@ -69,10 +77,12 @@ def consumer(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, CONSUMERS: gl.constexpr,
     Q_STAGES: gl.constexpr, STAGES: gl.constexpr, Q_REGISTERS: gl.constexpr,
     FOLD: gl.constexpr, LAST: gl.constexpr, CAPPED: gl.constexpr, dtype: gl.constexpr, BY_SUMS: gl.constexpr,
+    ANY_ROWS: gl.constexpr,
 ):
     q_s, k_s, v_s, info_s, failed_s = memory
     info_full, info_empty, q_full, q_empty, k_full, v_full, kv_empty = barriers
-    out_desc, state, lse, k_lo, k_hi, num_q, state_sb, state_ss, state_sh, lse_sb, lse_sh, scale_log2, pre = given
+    (out_desc, out, state, lse, k_lo, k_hi, num_q, out_sb, out_ss, out_sh, state_sb, state_ss, state_sh, lse_sb, lse_sh, scale_log2,
+     pre) = given
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
@@ -84,17 +94,17 @@ def consumer(
     it = gl.to_tensor(0)  # steps since the kernel's start: stage and phase of the k and v barriers
     turn = gl.to_tensor(0)  # query tiles since the kernel's start: the same for q
     item = gl.to_tensor(0)  # of the scheduler
-    row0, head, batch, steps, high, masked, top, low, mode, item = next_tile(memory, barriers, item, 4)
+    row0, rows, head, batch, steps, high, masked, top, low, mode, item = next_tile(memory, barriers, item, 4)
     while row0 >= 0:
         qs = turn % Q_STAGES
         q_own = q_s.index(qs * CONSUMERS + warpgroup)
-        valid = row0 + own_rows < num_q
+        valid = own_rows < rows
         lo = gl.load(k_lo + row0 + own_rows, mask=valid, other=0)
-        hi = gl.load(k_hi + row0 + own_rows, mask=valid, other=1 << 30)  # rows that do not exist see all: finite
+        hi = gl.load(k_hi + row0 + own_rows, mask=valid, other=1 << 30)  # rows behind the tile's see all: finite
         if FOLD:  # the accumulator starts as the running state, with weight 1
             folds = (mode & STARTS) == 0
-            acc = gl.load(state_pointers(state, batch, head, row0 + acc_rows, acc_cols, state_sb, state_ss, state_sh),
-                          mask=(row0 + acc_rows < num_q)[:, None] & folds, other=0.0)
+            acc = gl.load(row_pointers(state, batch, head, row0 + acc_rows, acc_cols, state_sb, state_ss, state_sh),
+                          mask=(acc_rows < rows)[:, None] & folds, other=0.0)
             ref = base_2(gl.load(lse_pointers(lse, batch, head, row0 + own_rows, lse_sb, lse_sh), mask=valid & folds,
                                  other=-float("inf")))
         else:
@@ -148,10 +158,10 @@ def consumer(
         if BY_SUMS:
             row_sum = row_sum * gl.convert_layout(gl.max(shrink, 1), gl.SliceLayout(1, s_layout))
             slot = ((item - 1) & 1) * CONSUMERS + warpgroup
-            failed_s.index(slot).store(gl.where(row_sum < float("inf"), 0, 1))
+            failed_s.index(slot).store(gl.where((row_sum < float("inf")) | (own_rows >= rows), 0, 1))
             failed = any_failed(failed_s, slot, BLOCK_M, 4)
             write = write & ((failed == 0) | ((mode & FINAL) != 0))
-        valid = (row0 + own_rows < num_q) & write
+        valid = (own_rows < rows) & write
         at = lse_pointers(lse, batch, head, row0 + own_rows, lse_sb, lse_sh)
         merged = gl.where(row_sum == 0, -float("inf"), (row_ref + gl.log2(row_sum)) * LN_2)
         if FOLD:  # the change alone is rounded: without one, lse stays as it was to the bit
@@ -160,7 +170,7 @@ def consumer(
             merged = gl.where(before == -float("inf"), merged, grown)
         gl.store(at, merged, mask=valid)
         turn += 1
-        next_row0, next_head, next_batch, steps, high, masked, top, low, next_mode, item = next_tile(
+        next_row0, next_rows, next_head, next_batch, steps, high, masked, top, low, next_mode, item = next_tile(
             memory, barriers, item, 4)
         acc = warpgroup_mma_wait(0, deps=(acc_running,))
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, acc_layout))[:, None]
@@ -169,18 +179,23 @@ def consumer(
         else:
             ends = write & ((mode & ENDS) != 0)
             # whole 32-byte sectors straight from registers
-            gl.store(state_pointers(state, batch, head, row0 + acc_rows, acc_cols, state_sb, state_ss, state_sh), acc,
-                     mask=(row0 + acc_rows < num_q)[:, None] & write & ((mode & ENDS) == 0))
+            gl.store(row_pointers(state, batch, head, row0 + acc_rows, acc_cols, state_sb, state_ss, state_sh), acc,
+                     mask=(acc_rows < rows)[:, None] & write & ((mode & ENDS) == 0))
         if ends:
-            q_own.store(acc.to(dtype))
-            fence_async_shared()
-            tma_store(out_desc, [batch, row0 + warpgroup * BLOCK_M, head, 0],
-                      reinterpret(q_own, dtype, [1, BLOCK_M, 1, D], out_desc.layout))
+            if ANY_ROWS:
+                if (rows >= (warpgroup + 1) * BLOCK_M) | (row0 + rows >= num_q):
+                    store_block(q_own, acc, out_desc, batch, row0 + warpgroup * BLOCK_M, head)
+                else:  # the copy engine would write the next tile's rows too
+                    gl.store(row_pointers(out, batch, head, row0 + acc_rows, acc_cols, out_sb, out_ss, out_sh), acc.to(dtype),
+                             mask=(acc_rows < rows)[:, None])
+            else:
+                store_block(q_own, acc, out_desc, batch, row0 + warpgroup * BLOCK_M, head)
         if Q_STAGES == 1:
             tma_store_wait(0)
             mbarrier.arrive(q_empty.index(0), count=1)
         mode = next_mode
         row0 = next_row0
+        rows = next_rows
         head = next_head
         batch = next_batch
     tma_store_wait(0)

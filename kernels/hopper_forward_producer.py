@@ -20,7 +20,7 @@ def producer(
     it = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     item = gl.to_tensor(0)
-    row0, head, batch, steps, high, masked, top, low, mode, item = next_tile(memory, barriers, item, 1)
+    row0, rows, head, batch, steps, high, masked, top, low, mode, item = next_tile(memory, barriers, item, 1)
     while row0 >= 0:
         qs = turn % Q_STAGES
         mbarrier.wait(q_empty.index(qs), ((turn // Q_STAGES) & 1) ^ 1)
@@ -43,4 +43,4 @@ def producer(
             tma_load(v_desc, [batch, row, kv_head, 0], v_full.index(s),
                      reinterpret(v_s.index(s), v_desc.dtype, [1, BLOCK_N, 1, D], v_desc.layout))
         turn += 1
-        row0, head, batch, steps, high, masked, top, low, mode, item = next_tile(memory, barriers, item, 1)
+        row0, rows, head, batch, steps, high, masked, top, low, mode, item = next_tile(memory, barriers, item, 1)

@@ -1,7 +1,7 @@
 """Which tiles the `hopper` forward computes, and in which order: one warp draws query tiles and describes them to the others.
 
-The grid is persistent. Query tiles are drawn from a counter in global memory, heaviest first (`tiles`, made on the host from the
-intervals: hopper_forward_tiles.py), so that the last wave is made of short ones. Heads go in sections whose k and v fit in L2
+The grid is persistent. Query tiles are drawn from a counter in global memory, in the order of their table (`tiles`, made on the
+host from the intervals: hopper_forward_tiles.py): the last wave is made of short ones. Heads go in sections whose k and v fit in L2
 together.
 """
 from __future__ import annotations
@@ -14,7 +14,9 @@ ALL, MARKS = gl.constexpr(7), gl.constexpr(8)  # MARKS: the lowest of their bits
 FINAL, STARTS, ENDS = (gl.constexpr(8 * mark) for mark in (tiles.FINAL, tiles.STARTS, tiles.ENDS))
 HEAD_BITS = gl.constexpr(20)  # mode and head share a number
 HEAD_MASK = gl.constexpr((1 << 20) - 1)
-TILE_INFO = gl.constexpr(8)  # row0 (-1: no more, -2: nothing yet), head and mode, batch, and the five numbers of `first_key`
+ROW_BITS = gl.constexpr(tiles.ROW_BITS)  # rows and batch share another
+BATCH_MASK = gl.constexpr((1 << tiles.ROW_BITS) - 1)
+TILE_INFO = gl.constexpr(8)  # row0 (-1: no more, -2: nothing yet), head and mode, rows and batch, and the five numbers of `first_key`
 
 
 @gluon.jit
@@ -54,7 +56,7 @@ def scheduler(
             if BY_SUMS:
                 final = gl.sum(gl.where(i == 1, v, 0), 0) & (FINAL // MARKS)
             v = gl.where(i == 1, (head_b - batch * num_heads) | ((ALL + MARKS * v) << HEAD_BITS), v)
-            v = gl.where(i == 2, batch, v)
+            v = gl.where(i == 2, v | batch, v)
         elif judged != 0:
             v = gl.full([TILE_INFO], -1, gl.int32, layout)
             more = gl.to_tensor(0)
@@ -89,7 +91,7 @@ def any_failed(failed_s, slot, ROWS: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def next_tile(memory, barriers, item, WARPS: gl.constexpr):
-    """(row0 or -1, head, batch, steps, high, masked, top, low, mode, next item) of the CTA's next query tile."""
+    """(row0 or -1, rows, head, batch, steps, high, masked, top, low, mode, next item) of the CTA's next query tile."""
     info_s = memory[3]
     info_full, info_empty = barriers[0], barriers[1]
     # every thread holds all eight, so that the sums below cost nothing
@@ -113,7 +115,7 @@ def next_tile(memory, barriers, item, WARPS: gl.constexpr):
     masked = gl.sum(gl.where(i == 5, v, 0), 0)
     top = gl.sum(gl.where(i == 6, v, 0), 0)
     low = gl.sum(gl.where(i == 7, v, 0), 0)
-    return row0, head & HEAD_MASK, batch, steps, high, masked, top, low, head >> HEAD_BITS, item
+    return row0, batch >> ROW_BITS, head & HEAD_MASK, batch & BATCH_MASK, steps, high, masked, top, low, head >> HEAD_BITS, item
 
 
 @gluon.jit

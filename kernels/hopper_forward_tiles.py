@@ -7,51 +7,105 @@ tile and their keys apart, the keys between are left out too (the gap that saves
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from .intervals import Intervals, Turn
 
-# A record of the table, as the scheduler hands it on: row0; marks, to which the kernel adds the head; room for the batch; steps;
-# high: partial tiles at the upper end; masked: steps that are not full; top: where the uppermost key tile ends; low: where the
-# lowest one begins (both rows of k; it may begin before the first).
+# A record of the table, as the scheduler hands it on: row0; marks, to which the kernel adds the head; rows in the tile, shifted by
+# ROW_BITS: below them it adds the batch; steps; high: partial tiles at the upper end; masked: steps that are not full; top: where the
+# uppermost key tile ends; low: where the lowest one begins (both rows of k; it may begin before the first).
 RECORD = 8
 # Marks: no full tile can fail; there is nothing to fold into; nothing comes after, so the result goes to `out`.
 FINAL, STARTS, ENDS = 1, 2, 4
+ROW_BITS = 20
+COST = 3  # what a query tile costs beside its steps, in steps
+LONG, LAST = 1 / 8, 1 / 8  # see `in_order`
+
+Bounds = tuple[Tensor, Tensor]  # k_lo, k_hi: int32 [Sq] on the host
 
 
 def query_tiles(
-    intervals: Intervals, rows: int, block_n: int, by_sums: bool, first: bool, last: bool, turn: Turn | None = None,
+    intervals: Intervals, rows: int, block_n: int, by_sums: bool, first: bool, last: bool, together: float,
+    turn: Turn | None = None, any_rows: bool = True,
 ) -> Tensor:
-    """int32 [tiles, RECORD] on the device, most steps first; kept with the intervals, or with the turn. rows: of a query tile;
-    block_n: of a key tile. by_sums: full tiles are done without maxima. first, last: without a turn, of all rows."""
-    kept = intervals if turn is None else turn
-    key = ("hopper", "query tiles", rows, block_n, by_sums, first, last)
+    """int32 [tiles, RECORD] on the device, as `in_order`; kept with the intervals, or with the turn. rows: of a query tile, at most;
+    block_n: of a key tile. by_sums: full tiles are done without maxima. first, last: without a turn, of all rows. together: tiles
+    that run at a time. any_rows: tiles may begin at any row."""
+    bounds = intervals.host_k_lo, intervals.host_k_hi
+    kept, shared, visits = (intervals, intervals.cache, [bounds]) if turn is None else (turn, turn.shared, turn.visits)
+    key = ("hopper", "query tiles", rows, block_n, by_sums, first, last, together)
     if key not in kept.cache:
-        table = tile_table(intervals.host_k_lo, intervals.host_k_hi, rows, block_n, by_sums, first, last, turn)
+        # Where visits finish tiles, these have to be the same in all of them.
+        of_rows = ("hopper", "rows of tiles", rows, block_n)
+        if of_rows not in shared:
+            shared[of_rows] = tile_rows(visits, rows, block_n, any_rows)
+        table = tile_table(*bounds, *shared[of_rows], block_n, by_sums, first, last, turn)
+        table = table[in_order(table[:, 3], together, LONG, LAST)]
         kept.cache[key] = table.to(intervals.device)
     return kept.cache[key]
 
 
+def tile_rows(visits: Sequence[Bounds], rows: int, block_n: int, any_rows: bool = True) -> tuple[Tensor, Tensor]:
+    """First and stop row of each query tile, int64 [tiles]: `rows` at a time, but for tiles that begin with a document where fewer
+    steps result (a tile with the end of one document and the start of another walks the keys of both, and the later tiles of the
+    other are not aligned with its keys)."""
+    num_q, starts, at = visits[0][0].shape[0], [], 0
+    runs = torch.cat([_runs(*bounds) for bounds in visits]).unique().tolist() if any_rows else []
+    ends = [(lo.tolist(), hi.tolist()) for lo, hi in visits] if runs else []
+    for begin, stop in zip(runs, [*runs[1:], num_q]):
+        if stop - begin < rows // 2:
+            continue
+        whole = range(at, begin - rows + 1, rows)
+        starts += whole
+        at += rows * len(whole)
+        if at < begin and COST + _cost(ends, begin, begin, stop, rows, block_n) < _cost(ends, at, begin, stop, rows, block_n):
+            starts.append(at)
+            at = begin
+    row0 = torch.tensor([*starts, *range(at, num_q, rows)])
+    return row0, torch.cat((row0[1:], torch.tensor([num_q])))
+
+
+def _runs(lo: Tensor, hi: Tensor) -> Tensor:
+    """int64 [n]: the rows after the first whose keys lie apart from those of the row before."""
+    at = (lo < hi).nonzero()[:, 0]
+    apart = (lo[at[1:]] >= hi[at[:-1]]) | (at[1:] > at[:-1] + 1)
+    return torch.cat((at[:1][at[:1] > 0], at[1:][apart]))
+
+
+def _cost(ends: Sequence[tuple[list[int], list[int]]], start: int, begin: int, stop: int, rows: int, block_n: int) -> int:
+    """What the rows begin .. stop - 1 cost, in steps, in tiles from `start` on."""
+    cost = 0
+    for lo, hi in ends:
+        for row0 in range(start, stop, rows):
+            keys = hi[min(row0 + rows, stop) - 1] - lo[max(row0, begin)]
+            cost += COST - -keys // block_n if keys > 0 else 0
+    return cost
+
+
 def tile_table(
-    k_lo: Tensor, k_hi: Tensor, rows: int, block_n: int, by_sums: bool, first: bool, last: bool, turn: Turn | None = None,
+    k_lo: Tensor, k_hi: Tensor, row0: Tensor, stop: Tensor, block_n: int, by_sums: bool, first: bool, last: bool,
+    turn: Turn | None = None,
 ) -> Tensor:
-    """int32 [tiles, RECORD] on the host, most steps first, of all tiles that have something to write. k_lo, k_hi [Sq] int32."""
-    row0, lo, hi, empty, gaps = spans(k_lo, k_hi, rows, 1)
-    end = (row0 + rows).clamp(max=k_lo.shape[0]) - 1
+    """int32 [tiles, RECORD] on the host, in the order of rows, of all tiles that have something to write. k_lo, k_hi [Sq] int32;
+    row0, stop: of tile_rows."""
+    lo, hi, empty, gaps = spans(k_lo, k_hi, row0, stop, 1)
+    end = stop - 1
     lo_first, lo_last, hi_first, hi_last = k_lo[row0].long(), k_lo[end].long(), k_hi[row0].long(), k_hi[end].long()
     steps = -(-(hi - lo) // block_n)
     # Both ends are non-decreasing: the first and the last row bound what all see. Counted downwards from hi.
-    full, stop = -(-(hi - hi_first) // block_n), (hi - lo_last) // block_n
+    full, partial = -(-(hi - hi_first) // block_n), (hi - lo_last) // block_n
     if by_sums:
         # A row whose keys end where the partial tiles start, or start where they end, sees its first key in a full one: that goes
         # by maxima as if it were partial.
         at_hi = hi_first == hi - full * block_n
-        unseen = at_hi & ((hi_last > hi_first) | ((lo_last == hi - stop * block_n) & (lo_first < lo_last)))
+        unseen = at_hi & ((hi_last > hi_first) | ((lo_last == hi - partial * block_n) & (lo_first < lo_last)))
         full = full + unseen.long()
-    no_full = stop <= full
+    no_full = partial <= full
     # Without full tiles all partial ones are at the upper end, but for those before a gap.
-    high, masked = (torch.where(no_full, steps, x) for x in (full, steps - (stop - full)))
+    high, masked = (torch.where(no_full, steps, x) for x in (full, steps - (partial - full)))
     low = hi - steps * block_n
     for tile, start, after in gaps:
         below, above = -(-(start - int(lo[tile])) // block_n), -(-(int(hi[tile]) - after) // block_n)
@@ -61,39 +115,53 @@ def tile_table(
     marks = FINAL * (((masked == steps) | empty).long() if by_sums else torch.ones_like(steps))
     starts, ends, written = (torch.full_like(empty, x) for x in (first, last, first or last))
     if turn is not None:
-        starts, ends = (~_any(x, rows) for x in (turn.before, turn.later))
+        starts, ends = (~_any(x, row0, stop) for x in (turn.before, turn.later))
         written = ends & turn.opens
     marks += STARTS * starts + ENDS * ends
     # One that sees nothing is one key tile, masked out whole.
-    record = [row0, marks, torch.zeros_like(row0), *(torch.where(empty, one, x) for one, x in (
+    record = [row0, marks, stop - row0 << ROW_BITS, *(torch.where(empty, one, x) for one, x in (
         (1, steps), (1, high), (1, masked), (block_n, hi), (0, low)))]
-    order = torch.argsort(torch.where(empty, 0, steps), descending=True, stable=True)
-    return torch.stack(record, 1)[order[(~empty | written)[order]]].to(torch.int32)
+    return torch.stack(record, 1)[~empty | written].to(torch.int32)
 
 
-def _any(of_rows: Tensor, rows: int) -> Tensor:
+def in_order(steps: Tensor, together: float, long: float, last: float) -> Tensor:
+    """int64 [n]: in which order items run, most steps first but for locality. steps [n]: of the items, in the order of what they read;
+    together: how many run at a time.
+
+    Neighbours share what they read, and find it in L2 when they run at about the same time. So they follow each other, but for those
+    that take more than `long` of the whole launch, which come first, and the shortest, `last` of all steps, which come at the end:
+    both most steps first, so that all multiprocessors end together.
+    """
+    by_steps = torch.argsort(steps, descending=True, stable=True)
+    done = steps[by_steps].cumsum(0)
+    total = int(steps.sum())
+    begin = int((steps > long * total / together).sum())
+    stop = max(begin, int((done <= (1.0 - last) * total).sum()))
+    return torch.cat((by_steps[:begin], by_steps[begin:stop].sort().values, by_steps[stop:]))
+
+
+def _any(of_rows: Tensor, row0: Tensor, stop: Tensor) -> Tensor:
     """bool [S] -> bool [tiles]: whether it holds for any row of the tile."""
-    whole = torch.zeros(-(-of_rows.shape[0] // rows) * rows, dtype=torch.bool)
-    whole[: of_rows.shape[0]] = of_rows
-    return whole.view(-1, rows).any(1)
+    count = torch.cat((torch.zeros(1, dtype=torch.int64), of_rows.cumsum(0)))
+    return count[stop] > count[row0]
 
 
-def spans(lo: Tensor, hi: Tensor, rows: int, least: int) -> tuple[Tensor, Tensor, Tensor, Tensor, list[tuple[int, int, int]]]:
-    """What the rows of each tile see together: (first row, lo, hi, whether it is nothing) [tiles], and the gaps between what two
+def spans(lo: Tensor, hi: Tensor, row0: Tensor, stop: Tensor, least: int) -> tuple[Tensor, Tensor, Tensor, list[tuple[int, int, int]]]:
+    """What the rows row0 .. stop - 1 of each tile see together: (lo, hi, whether it is nothing) [tiles], and the gaps between what two
     neighbours of one tile see: (tile, start, stop), at least `least` long.
 
     lo, hi: int32 [S], both non-decreasing. Rows that see nothing have a place among the others all the same: they do not count.
     """
-    row0, at = torch.arange(0, lo.shape[0], rows), (lo < hi).nonzero()[:, 0]
+    at = (lo < hi).nonzero()[:, 0]
     seeing_lo, seeing_hi = (lo, hi) if len(at) == lo.shape[0] else (lo[at], hi[at])
-    first, stop = torch.searchsorted(at, row0), torch.searchsorted(at, row0 + rows)
-    empty = first == stop
+    first, after = torch.searchsorted(at, row0), torch.searchsorted(at, stop)
+    empty = first == after
     if not len(at):
         zero = torch.zeros_like(row0)
-        return row0, zero, zero, empty, []
-    span_lo, span_hi = seeing_lo[first.clamp(max=len(at) - 1)].long(), seeing_hi[(stop - 1).clamp(min=0)].long()
+        return zero, zero, empty, []
+    span_lo, span_hi = seeing_lo[first.clamp(max=len(at) - 1)].long(), seeing_hi[(after - 1).clamp(min=0)].long()
     jumps = (seeing_lo[1:] - seeing_hi[:-1] >= least).nonzero()[:, 0]
-    tiles, before = at[jumps + 1] // rows, at[jumps] // rows
+    tiles, before = (torch.searchsorted(row0, at[jumps + i], right=True) - 1 for i in (1, 0))
     inside = jumps[tiles == before]
     gaps = zip(*(x.tolist() for x in (tiles[tiles == before], seeing_hi[inside], seeing_lo[inside + 1])))
-    return row0, span_lo, torch.where(empty, span_lo, span_hi), empty, list(gaps)
+    return span_lo, torch.where(empty, span_lo, span_hi), empty, list(gaps)

@@ -92,11 +92,12 @@ class Turn:
 
     before: bool [num_q] on the CPU, rows whose state and lse hold something: earlier visits saw them, or it was put there beforehand
     (sinks). later: likewise, rows that later visits see; closes: there are none. opens: it is the first visit, which also finishes
-    the rows that none sees. cache: as that of Intervals.
+    the rows that none sees. visits: k_lo, k_hi (int32 [num_q], CPU) of every visit. cache: as that of Intervals; shared: of all turns.
     """
 
-    def __init__(self, before: Tensor, later: Tensor, opens: bool):
+    def __init__(self, before: Tensor, later: Tensor, opens: bool, visits: Sequence[tuple[Tensor, Tensor]], shared: dict):
         self.before, self.later, self.opens, self.closes = before, later, opens, not bool(later.any())
+        self.visits, self.shared = visits, shared
         self.cache: dict = {}
 
 
@@ -107,7 +108,8 @@ def turns(visits: Sequence[tuple[Tensor, Tensor]], has_state: bool) -> list[Turn
     seen = torch.stack([lo < hi for lo, hi in visits])
     before = torch.cat((nothing, seen.cumsum(0).bool())) | has_state
     later = torch.cat((seen.flip(0).cumsum(0).flip(0).bool(), nothing))
-    return [Turn(before[n], later[n + 1], n == 0) for n in range(len(visits))]
+    shared: dict = {}
+    return [Turn(before[n], later[n + 1], n == 0, visits, shared) for n in range(len(visits))]
 
 
 def _check(side: str, lo: Tensor, hi: Tensor, limit: int) -> None:

@@ -64,7 +64,7 @@ def turns_of(plan: Plan, rank: int, has_sinks: bool) -> Sequence[Turn]:
         return turns([tuple(torch.from_numpy(end.copy()) for end in visit.intervals()[:2]) for visit in visits], has_sinks)
 
     return _turns.get_or_make((plan.key, rank, has_sinks), make,
-                              lambda made: sum(_ENTRY_BYTES + 2 * turn.before.shape[0] for turn in made))
+                              lambda made: sum(_ENTRY_BYTES + 10 * turn.before.shape[0] for turn in made))
 
 
 def without_rows(x: Tensor, rows: Rows, dim: int = 1) -> Tensor:

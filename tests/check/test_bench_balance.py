@@ -52,11 +52,12 @@ def test_a_share_is_pairs_over_ranks_at_the_dense_speed_and_the_slowest_rank_cou
     case = bench_balance.Case("tiny", 16, 2, "contiguous", ())                             # pairs 36 and 100
     tensors = bench_balance.draw(16, (1, 1, 8), "fp32", torch.device("cpu"))
     dense = bench_balance.RankKernels(build_plan(Mask(), Layout("contiguous", 8, 1)), 0, [x[:, :8] for x in tensors], REFERENCE)
-    given = iter(2 * [{0: 3.6}, {0: 5.0}, {0: 4.0, 1: 16.0}])                                # dense, rank 0, rank 1; both passes
+    found = [{0: 3.6}, {0: 5.0}, {0: 4.0, 1: 16.0}]                                          # dense, rank 0, rank 1
+    given = iter(4 * found)                                                                  # once to see how long, in both passes
     plain = bench_balance.timed
 
-    def timed(kernels, pass_, device):
-        plain(kernels, pass_, device)
+    def timed(kernels, pass_, device, times=1):
+        plain(kernels, pass_, device, times)
         return next(given)
 
     monkeypatch.setattr(bench_balance, "timed", timed)
@@ -67,6 +68,21 @@ def test_a_share_is_pairs_over_ranks_at_the_dense_speed_and_the_slowest_rank_cou
         assert figures["share_ms"] == pytest.approx(6.8) and figures["slowest_ms"] == 20.0
         assert figures["slowest"] == pytest.approx(20 / 6.8) and figures["of_dense_speed"] == pytest.approx(13.6 / 25)
         assert figures["step_by_step"] == pytest.approx((5 + 16) / 6.8)
+
+
+def test_a_pass_that_is_repeated_counts_once(monkeypatch):
+    class Kernels:
+        calls = 0
+
+        def forward(self, mark):
+            self.calls += 1
+            for step in range(2):
+                mark(step)
+
+    now = iter(range(100))
+    monkeypatch.setattr(bench_balance.time, "perf_counter", lambda: float(next(now)))        # a second from mark to mark
+    kernels = Kernels()
+    assert bench_balance.timed(kernels, "forward", torch.device("cpu"), 5) == {0: 1000.0, 1: 1000.0} and kernels.calls == 5
 
 
 def test_the_smoke_run_times_every_case_and_writes_json(tmp_path, capsys):

@@ -1,11 +1,13 @@
 """What the hopper kernels are told to compute, without a GPU: every allowed pair once, and nothing that nobody sees."""
+import heapq
+import itertools
 import random
 
 import pytest
 import torch
 
 from ringflash.kernels.hopper_backward_items import cut_long, key_items, runs
-from ringflash.kernels.hopper_forward_tiles import ENDS, FINAL, STARTS, query_tiles, tile_table
+from ringflash.kernels.hopper_forward_tiles import ENDS, FINAL, ROW_BITS, STARTS, in_order, query_tiles, tile_rows, tile_table
 from ringflash.kernels.intervals import Intervals, transpose, turns
 
 
@@ -38,15 +40,19 @@ def walked(record: list[int], block_n: int) -> list[int]:
 
 @pytest.mark.parametrize("by_sums", [False, True])
 def test_query_tiles_walk_each_key_tile_that_a_row_sees_once_and_mask_all_that_not_all_rows_see(by_sums):
-    rng, gaps, rows, block_n = random.Random(1), 0, 8, 4
+    rng, gaps, odd, rows, block_n = random.Random(1), 0, 0, 8, 4
     for _ in range(600):
         lo, hi = random_rows(rng, rng.randint(1, 40), num_k := rng.randint(1, 60))
         allowed = (torch.arange(num_k) >= lo[:, None]) & (torch.arange(num_k) < hi[:, None])
-        table = tile_table(lo, hi, rows, block_n, by_sums, True, False).tolist()
-        assert sorted(record[0] for record in table) == list(range(0, len(lo), rows))
+        tiles_at = tile_rows([(lo, hi)], rows, block_n)
+        table = tile_table(lo, hi, *tiles_at, block_n, by_sums, True, False).tolist()
+        spread = sorted((record[0], record[2] >> ROW_BITS) for record in table)
+        assert [row0 for row0, _ in spread] == [0, *itertools.accumulate(count for _, count in spread)][:-1]
+        assert sum(count for _, count in spread) == len(lo) and all(0 < count <= rows for _, count in spread)
+        odd += any(row0 % rows for row0, _ in spread)
         for record in table:
-            row0, marks, _, steps, _, masked, top, _ = record
-            seen = allowed[row0 : row0 + rows]
+            row0, marks, count, steps, _, masked, top, _ = record
+            seen = allowed[row0 : row0 + (count >> ROW_BITS)]
             starts = walked(record, block_n)
             tiles = [seen[:, max(start, 0) : start + block_n] for start in starts]
             met = torch.zeros(num_k + 2 * block_n, dtype=torch.int64)  # from -block_n on
@@ -64,13 +70,13 @@ def test_query_tiles_walk_each_key_tile_that_a_row_sees_once_and_mask_all_that_n
             span = seen.any(0).nonzero()
             assert steps <= -(-(int(span.max() - span.min()) + 1) // block_n)
             gaps += steps < -(-(int(span.max() - span.min()) + 1) // block_n)
-    assert gaps > 8
+    assert gaps > 8 and odd > 8
 
 
 def test_the_widest_run_of_key_tiles_that_no_row_of_a_query_tile_sees_is_left_out():
     lo = torch.tensor([0] * 4 + [8] * 2 + [40] * 2, dtype=torch.int32)
     hi = torch.tensor([4] * 4 + [12] * 2 + [48] * 2, dtype=torch.int32)
-    [record] = tile_table(lo, hi, 8, 4, False, True, False).tolist()
+    [record] = tile_table(lo, hi, torch.tensor([0]), torch.tensor([8]), 4, False, True, False).tolist()
     assert sorted(walked(record, 4)) == [0, 4, 8, 40, 44]
 
 
@@ -79,10 +85,10 @@ def test_the_tiles_with_most_steps_come_first_and_those_that_see_nothing_only_wh
     hi = torch.tensor([64] * 128 + [400] * 128 + [464] * 40 + [464] * 128, dtype=torch.int32)
     intervals = Intervals.from_rows(lo, hi, 464, "cpu")
     for first, last in ((True, False), (False, True), (False, False)):
-        table = query_tiles(intervals, 128, 128, False, first, last)
+        table = query_tiles(intervals, 128, 128, False, first, last, 4.0)
         assert table[:, 0].tolist() == [256, 128, 0, 384][: 4 if first or last else 3]
         assert set((table[:, 1] & ~FINAL).tolist()) == {STARTS * first + ENDS * last}
-        assert table.dtype == torch.int32 and query_tiles(intervals, 128, 128, False, first, last) is table
+        assert table.dtype == torch.int32 and query_tiles(intervals, 128, 128, False, first, last, 4.0) is table
 
 
 def test_a_tile_starts_with_its_first_visit_and_ends_with_its_last_and_one_that_no_visit_sees_does_both_in_the_first():
@@ -91,12 +97,13 @@ def test_a_tile_starts_with_its_first_visit_and_ends_with_its_last_and_one_that_
         num_q, num_k, visits = rng.randint(1, 50), 20, rng.randint(1, 4)
         masks = [random_rows(rng, num_q, num_k) for _ in range(visits)]
         seen = torch.stack([lo < hi for lo, hi in masks])
-        log = {row0: [] for row0 in range(0, num_q, rows)}
+        row0, stop = tile_rows(masks, rows, 4)
+        log = {ends: [] for ends in zip(row0.tolist(), stop.tolist())}
         for n, ((lo, hi), turn) in enumerate(zip(masks, turns(masks, has_state=False))):
-            for record in tile_table(lo, hi, rows, 4, True, n == 0, n == visits - 1, turn).tolist():
-                log[record[0]].append((n, record[1] & (STARTS | ENDS)))
-        for row0, of_tile in log.items():
-            by_visit = seen[:, row0 : row0 + rows].any(1).nonzero()[:, 0].tolist() or [0]
+            for record in tile_table(lo, hi, row0, stop, 4, True, n == 0, n == visits - 1, turn).tolist():
+                log[record[0], record[0] + (record[2] >> ROW_BITS)].append((n, record[1] & (STARTS | ENDS)))
+        for (first, after), of_tile in log.items():
+            by_visit = seen[:, first:after].any(1).nonzero()[:, 0].tolist() or [0]
             assert [n for n, _ in of_tile] == by_visit
             assert [mark for _, mark in of_tile] == [
                 STARTS * (i == 0) + ENDS * (i == len(by_visit) - 1) for i in range(len(by_visit))]
@@ -133,10 +140,46 @@ def test_keys_of_two_documents_whose_queries_lie_apart_have_a_program_each_and_a
     lo = torch.tensor([0] * 256 + [64] * 2256, dtype=torch.int32)
     hi = torch.tensor([64] * 2256 + [128] * 256, dtype=torch.int32)
     intervals = Intervals.from_host(lo, hi, q_lo, q_hi, "cpu")
-    items, span, longest = key_items(intervals, 64, 128, 4, 1320, 132, cut=True, accumulate=False)
-    assert sorted(items[:, 1:5].tolist()) == [[0, 256, 256, 256], [2240, 2560, 2560, 2560]] and span == (0, 128)
-    alone, none, whole = key_items(intervals, 64, 128, 4, 1320, 132, cut=False, accumulate=False)
-    assert alone[:, 1:5].tolist() == [[0, 2304, 2304, 2560]] and none is None and (longest, whole) == (320, 2560)
+    items, shared, _ = key_items(intervals, 64, 128, 4, 1320, 132, cut=True, accumulate=False)
+    assert sorted(items[:, 1:5].tolist()) == [[0, 256, 256, 256], [2240, 2560, 2560, 2560]] and shared == slice(0, 128)
+    alone, none, _ = key_items(intervals, 64, 128, 4, 1320, 132, cut=False, accumulate=False)
+    assert alone[:, 1:5].tolist() == [[0, 2304, 2304, 2560]] and none is None
+
+
+def test_only_keys_that_programs_share_are_zeroed():
+    """Of 25 documents of 384 queries, each sees 320 keys, those of every fifth lie two thousand queries further than the ones before."""
+    k_lo = torch.repeat_interleave(torch.arange(25, dtype=torch.int32) * 320, 384)
+    for n in range(5, 25, 5):  # queries between that see nothing
+        at = int((k_lo < n * 320).sum())
+        k_lo = torch.cat((k_lo[:at], torch.full((2048,), n * 320, dtype=torch.int32), k_lo[at:]))
+    seeing = torch.ones(len(k_lo), dtype=torch.bool)
+    for n in range(5, 25, 5):
+        at = int((k_lo < n * 320).sum())
+        seeing[at : at + 2048] = False
+    intervals = Intervals.from_rows(k_lo, torch.where(seeing, k_lo + 320, k_lo), 8000, "cpu")
+    items, shared, _ = key_items(intervals, 64, 128, 4, 8, 132, cut=True, accumulate=False)
+    of_tile = items[items[:, 6] == 1, 0]
+    assert 2 <= len(of_tile.unique()) < 20
+    assert shared.tolist() == sorted({row for first in of_tile.tolist() for row in range(first, min(first + 128, 8000))})
+
+
+@pytest.mark.parametrize("long, last", [(1 / 8, 1 / 8), (1 / 4, 1 / 16)])
+def test_neighbours_run_together_and_the_gpu_is_busy_to_the_end(long, last):
+    rng = random.Random(3)
+    kept = []
+    for _ in range(60):
+        steps = torch.tensor([n - i for n in (rng.choice((2, 5, 9, 20, 40)) for _ in range(rng.randint(1, 60))) for i in range(n)])
+        order = in_order(steps, 132 / 8, long, last).tolist()
+        assert sorted(order) == list(range(len(steps)))
+        kept.append(sum(b - a == 1 for a, b in zip(order, order[1:])) / len(order))
+        # 8 heads of each item on 132 multiprocessors, against as many seconds as there can be at least
+        ends = [0] * 132
+        for item in order:
+            for _ in range(8):
+                heapq.heapreplace(ends, ends[0] + int(steps[item]))
+        assert max(ends) <= 1.1 * max(float(steps.sum()) * 8 / 132, float(steps.max())) + 2
+    assert sorted(kept)[30] > 0.5
+    assert in_order(torch.zeros(0, dtype=torch.int64), 4.0, long, last).tolist() == []
 
 
 def pieces(k_hi: torch.Tensor, heads: int, group: int = 1) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ringflash.kernels.intervals import Intervals
-from ringflash.kernels.intervals import turns as turns_of
+from ringflash.kernels.intervals import turns as all_turns
 
 from .budgets import Verdict, budgets
 from .oracle import attention_oracle, eager_attention
@@ -44,7 +44,7 @@ def run_forward(
         state.zero_()
         lse.copy_(sinks[:, None])
     scores = dict(softmax_scale=c.scale, softcap=c.softcap)
-    places = turns_of([tuple((x - a).clamp(0, b - a).to(torch.int32).cpu() for x in (lo, hi)) for a, b in zip(cuts, cuts[1:])], c.sinks)
+    places = all_turns([tuple((x - a).clamp(0, b - a).to(torch.int32).cpu() for x in (lo, hi)) for a, b in zip(cuts, cuts[1:])], c.sinks)
     for i, (a, b) in enumerate(zip(cuts, cuts[1:])):
         intervals = Intervals.from_rows(*((x - a).clamp(0, b - a).to(torch.int32) for x in (lo, hi)), b - a, device)
         # what the next block holds is not this visit's: NaN there must not be seen
