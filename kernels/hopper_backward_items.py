@@ -15,7 +15,6 @@ from .intervals import Intervals
 
 RECORD = 8  # of the table: the first key; a, b, c, d; where in [b, c) the walk starts; whether it adds to dk and dv; nothing
 START = 4  # what a program costs beside its steps, in steps: loading k and v, storing dk and dv
-LONG, LAST = 1 / 4, 1 / 16  # see `in_order`: a program is a large part of a launch
 # Of the time that the estimate gives: pieces also add to dk and dv and walk apart, which it does not know, so a few per cent that it
 # promises (the last of several waves of equal programs) turn into a loss.
 WORTH = 0.85
@@ -35,7 +34,7 @@ def key_items(
         items = items[torch.argsort(items[:, 0], stable=True)]
         if accumulate:
             items = items[items[:, 4] > items[:, 1]]
-        items = items[in_order(items[:, 4] - items[:, 1], sms / num_kv_total, LONG, LAST)]
+        items = items[in_order((items[:, 4] - items[:, 1]) // block_m * group + START, sms / num_kv_total)]
         shared = _rows(items[items[:, 6] != 0, 0].unique(), block_n, intervals.num_k)
         # Neighbours start two tiles apart, so that they do not add to the same rows of dq at the same time.
         full = (items[:, 3] - items[:, 2]).clamp(min=block_m)

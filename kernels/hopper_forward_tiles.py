@@ -22,7 +22,7 @@ RECORD = 8
 FINAL, STARTS, ENDS = 1, 2, 4
 ROW_BITS = 20
 COST = 3  # what a query tile costs beside its steps, in steps
-LONG, LAST = 1 / 8, 1 / 8  # see `in_order`
+LAST = 1 / 16  # see `in_order`
 
 Bounds = tuple[Tensor, Tensor]  # k_lo, k_hi: int32 [Sq] on the host
 
@@ -30,9 +30,9 @@ Bounds = tuple[Tensor, Tensor]  # k_lo, k_hi: int32 [Sq] on the host
 def query_tiles(
     intervals: Intervals, rows: int, block_n: int, by_sums: bool, first: bool, last: bool, together: float,
     turn: Turn | None = None, any_rows: bool = True,
-) -> Tensor:
-    """int32 [tiles, RECORD] on the device, as `in_order`; kept with the intervals, or with the turn. rows: of a query tile, at most;
-    block_n: of a key tile. by_sums: full tiles are done without maxima. first, last: without a turn, of all rows. together: tiles
+) -> tuple[Tensor, int]:
+    """(int32 [tiles, RECORD] on the device, as `in_order`; keys that a tile walks at most); kept with the intervals, or with the
+    turn. rows: of a query tile, at most; block_n: of a key tile. by_sums: full tiles are done without maxima. first, last: without a turn, of all rows. together: tiles
     that run at a time. any_rows: tiles may begin at any row."""
     bounds = intervals.host_k_lo, intervals.host_k_hi
     kept, shared, visits = (intervals, intervals.cache, [bounds]) if turn is None else (turn, turn.shared, turn.visits)
@@ -43,8 +43,9 @@ def query_tiles(
         if of_rows not in shared:
             shared[of_rows] = tile_rows(visits, rows, block_n, any_rows)
         table = tile_table(*bounds, *shared[of_rows], block_n, by_sums, first, last, turn)
-        table = table[in_order(table[:, 3], together, LONG, LAST)]
-        kept.cache[key] = table.to(intervals.device)
+        table = table[in_order(table[:, 3] + COST, together)]
+        longest = int(table[:, 3].max()) * block_n if len(table) else 0
+        kept.cache[key] = table.to(intervals.device), longest
     return kept.cache[key]
 
 
@@ -124,20 +125,26 @@ def tile_table(
     return torch.stack(record, 1)[~empty | written].to(torch.int32)
 
 
-def in_order(steps: Tensor, together: float, long: float, last: float) -> Tensor:
-    """int64 [n]: in which order items run, most steps first but for locality. steps [n]: of the items, in the order of what they read;
-    together: how many run at a time.
+def in_order(costs: Tensor, together: float) -> Tensor:
+    """int64 [n]: in which order items run. costs [n]: of the items, which are given in the order of what they read; together: how many
+    run at a time.
 
-    Neighbours share what they read, and find it in L2 when they run at about the same time. So they follow each other, but for those
-    that take more than `long` of the whole launch, which come first, and the shortest, `last` of all steps, which come at the end:
-    both most steps first, so that all multiprocessors end together.
+    Neighbours share what they read, and find it in L2 when they run at about the same time, so they follow each other. But the
+    shortest, LAST of all costs, come at the end, and those that would not end in time (but for as much again) come first, both most
+    costs first: so all multiprocessors end together.
     """
-    by_steps = torch.argsort(steps, descending=True, stable=True)
-    done = steps[by_steps].cumsum(0)
-    total = int(steps.sum())
-    begin = int((steps > long * total / together).sum())
-    stop = max(begin, int((done <= (1.0 - last) * total).sum()))
-    return torch.cat((by_steps[:begin], by_steps[begin:stop].sort().values, by_steps[stop:]))
+    by_cost = torch.argsort(costs, descending=True, stable=True)
+    total = int(costs.sum())
+    stop = int((costs[by_cost].cumsum(0) <= (1.0 - LAST) * total).sum())
+    first, between = by_cost[:0], by_cost[:stop].sort().values
+    while True:
+        end = (int(costs[first].sum()) + costs[between].cumsum(0) - costs[between]) / together + costs[between]
+        late = end > (1.0 + LAST) * total / together
+        if not late.any():
+            break
+        first, between = torch.cat((first, between[late])), between[~late]
+    first = first[torch.argsort(costs[first], descending=True, stable=True)]
+    return torch.cat((first, between, by_cost[stop:]))
 
 
 def _any(of_rows: Tensor, row0: Tensor, stop: Tensor) -> Tensor:
