@@ -43,6 +43,7 @@ def query_tiles(
         if of_rows not in shared:
             shared[of_rows] = tile_rows(visits, rows, block_n, any_rows)
         table = tile_table(*bounds, *shared[of_rows], block_n, by_sums, first, last, turn)
+        table = table.flip(0)  # under a causal mask a document's last tile is the longest
         table = table[in_order(table[:, 3] + COST, together)]
         longest = int(table[:, 3].max()) * block_n if len(table) else 0
         kept.cache[key] = table.to(intervals.device), longest
