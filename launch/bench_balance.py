@@ -5,13 +5,15 @@ Kernels alone, on one device: every visit of every rank with the blocks and inte
 The backward is delta and all visits, gradients in fp32, without their downcast (in the dense problem too).
 A GPU at its power limit lowers its clock within milliseconds, and raises it in pauses: so a rank's pass is repeated, one behind the
 other, until that takes as long as the dense problem once, and all is measured at the clocks of steady work. As many passes before
-them are not timed: the host, which queues them faster than they run, is then ahead of the GPU.
+them are not timed: the host, which queues them faster than they run, is then ahead of the GPU. Who follows whom changes from turn
+to turn.
 """
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -197,7 +199,9 @@ def bench_case(case: Case, tensors: Sequence[torch.Tensor], dense: RankKernels, 
         first = [sum(timed(kernels, pass_, device).values()) for kernels in (dense, *ranks)]
         times = [1 if device.type == "cpu" else min(MOST_TIMES, max(1, round(first[0] / ms))) for ms in first]
         for turn in range(warmup + repeats):
-            measured = [timed(kernels, pass_, device, n) for kernels, n in zip((dense, *ranks), times)]
+            measured: list[dict[int, float]] = [{} for _ in times]
+            for i in random.Random(turn).sample(range(len(times)), len(times)):
+                measured[i] = timed((dense, *ranks)[i], pass_, device, times[i])
             if turn >= warmup:
                 of_dense.append(sum(measured[0].values()))
                 for found, of_rank in zip(samples, measured[1:]):

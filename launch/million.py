@@ -94,8 +94,8 @@ def parts(tokens: int, scratch: str, words: Sequence[str] = ()) -> list[Part]:
         steps("two-layers-save", 120, 45),
         steps("two-layers-quarter", 120, 25),
         steps("two-layers-offload", 150, 60),
-        part("ranks-equal", 200, f"check.py --train --processes 4 --timeout 190 --json {{out}}/ranks-equal.json --config {model} "
-                                 f"model.num_layers=2 data.seq_len={tokens // 8} attention.layout=zigzag", needs_s=60),
+        part("ranks-equal", 320, f"check.py --train --processes 4 --timeout 300 --json {{out}}/ranks-equal.json --config {model} "
+                                 f"model.num_layers=2 data.seq_len={tokens // 8} attention.layout=zigzag", needs_s=150),
         bytes_of_ranks("ranks-memory-4"),
         bytes_of_ranks("ranks-memory-1-2"),
     ]

@@ -101,7 +101,7 @@ def gpu_parts(gpus: int, has_hopper: bool, memory_gib: float = 0.0) -> list[Part
     ]
     sanitizer = find_sanitizer()
     if sanitizer and has_hopper:
-        beside.append(Part("memcheck", 120, (sanitizer, "--tool", "memcheck", sys.executable, str(LAUNCH / "sanitize.py"))))
+        beside.append(Part("memcheck", 240, (sanitizer, "--tool", "memcheck", sys.executable, str(LAUNCH / "sanitize.py"))))
     if gpus > 1:
         alone += [
             pytest_part("tests-copy", 300, "tests/gpu/test_copy_gpu.py", alone=True),
