@@ -51,12 +51,14 @@ def query_tiles(
 
 
 def tile_rows(visits: Sequence[Bounds], rows: int, block_n: int, any_rows: bool = True) -> tuple[Tensor, Tensor]:
-    """First and stop row of each query tile, int64 [tiles]: `rows` at a time, but for tiles that begin with a document where fewer
-    steps result (a tile with the end of one document and the start of another walks the keys of both, and the later tiles of the
-    other are not aligned with its keys)."""
-    num_q, starts, at = visits[0][0].shape[0], [], 0
+    """First and stop row of each query tile, int64 [tiles]: `rows` at a time, or, where fewer steps result, of tiles that begin with a
+    document (a tile with the end of one document and the start of another walks the keys of both, and the later tiles of the other
+    are not aligned with its keys)."""
+    num_q = visits[0][0].shape[0]
+    plain = _to_stop(range(0, num_q, rows), num_q)
     runs = torch.cat([_runs(*bounds) for bounds in visits]).unique().tolist() if any_rows else []
     ends = [(lo.tolist(), hi.tolist()) for lo, hi in visits] if runs else []
+    starts, at, is_plain = [], 0, True
     for begin, stop in zip(runs, [*runs[1:], num_q]):
         if stop - begin < rows // 2:
             continue
@@ -65,9 +67,23 @@ def tile_rows(visits: Sequence[Bounds], rows: int, block_n: int, any_rows: bool 
         at += rows * len(whole)
         if at < begin and COST + _cost(ends, begin, begin, stop, rows, block_n) < _cost(ends, at, begin, stop, rows, block_n):
             starts.append(at)
-            at = begin
-    row0 = torch.tensor([*starts, *range(at, num_q, rows)])
+            at, is_plain = begin, False
+    if is_plain:
+        return plain
+    # Each was decided for one document alone: a tile with the ends of two short ones also serves both.
+    tiles = _to_stop([*starts, *range(at, num_q, rows)], num_q)
+    return min(tiles, plain, key=lambda found: sum(_whole_cost(*bounds, *found, block_n) for bounds in visits))
+
+
+def _to_stop(starts: Sequence[int], num_q: int) -> tuple[Tensor, Tensor]:
+    row0 = torch.tensor(list(starts))
     return row0, torch.cat((row0[1:], torch.tensor([num_q])))
+
+
+def _whole_cost(k_lo: Tensor, k_hi: Tensor, row0: Tensor, stop: Tensor, block_n: int) -> int:
+    """What all tiles of a visit cost, in steps."""
+    table = tile_table(k_lo, k_hi, row0, stop, block_n, False, False, False)
+    return COST * len(table) + int(table[:, 3].sum())
 
 
 def _runs(lo: Tensor, hi: Tensor) -> Tensor:

@@ -73,6 +73,23 @@ def test_query_tiles_walk_each_key_tile_that_a_row_sees_once_and_mask_all_that_n
     assert gaps > 8 and odd > 8
 
 
+@pytest.mark.parametrize("rows", [128, 192])
+def test_tiles_that_begin_with_documents_never_cost_more_than_those_that_do_not(rows):
+    """Two documents of 65 rows fit in a tile of 128 nearly, but one each would double the tiles."""
+    rng, fewer = random.Random(4), 0
+    for lengths in [*([n] * 60 for n in (65, 70, 80, 100, 130, 200, 300)), *([rng.randint(1, 900) for _ in range(30)] for _ in range(20))]:
+        ends = torch.tensor(lengths).cumsum(0)
+        lo = torch.repeat_interleave(ends - torch.tensor(lengths), torch.tensor(lengths)).to(torch.int32)
+        hi = torch.arange(1, len(lo) + 1, dtype=torch.int32)
+        costs = []
+        for any_rows in (True, False):
+            table = tile_table(lo, hi, *tile_rows([(lo, hi)], rows, 128, any_rows), 128, False, True, False)
+            costs.append(3 * len(table) + int(table[:, 3].sum()))
+        assert costs[0] <= costs[1], lengths
+        fewer += costs[0] < costs[1]
+    assert fewer > 8
+
+
 def test_the_widest_run_of_key_tiles_that_no_row_of_a_query_tile_sees_is_left_out():
     lo = torch.tensor([0] * 4 + [8] * 2 + [40] * 2, dtype=torch.int32)
     hi = torch.tensor([4] * 4 + [12] * 2 + [48] * 2, dtype=torch.int32)
