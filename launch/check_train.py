@@ -4,6 +4,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -60,10 +61,15 @@ def overridden_config(words: Sequence[str]) -> Config:
 
 def train_ranks(rank: Rank, configs: Sequence[Config], weights: Mapping[str, torch.Tensor] | None) -> list[dict]:
     """The work of one rank; all return the same reports, as plain values."""
-    group, reports = torch.distributed.group.WORLD, []
+    group, reports, began = torch.distributed.group.WORLD, [], time.monotonic()
+
+    def say(text: str) -> None:
+        if rank.rank == 0:
+            print(f"{time.monotonic() - began:7.1f} s: {text}", flush=True)
+
     for index, cfg in enumerate(configs):
         rank.at(index)
-        reports.append(equivalence.run(cfg, open_data(cfg), device=rank.device, group=group, weights=weights).as_json())
+        reports.append(equivalence.run(cfg, open_data(cfg), device=rank.device, group=group, weights=weights, say=say).as_json())
     return reports
 
 

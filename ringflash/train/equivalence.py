@@ -71,14 +71,14 @@ class Report:
 
 
 def run(cfg: Config, data: Data, *, device: torch.device, group: dist.ProcessGroup | None = None,
-        weights: Mapping[str, Tensor] | None = None) -> Report:
+        weights: Mapping[str, Tensor] | None = None, say: Callable[[str], None] = lambda text: None) -> Report:
     """Compares step 0 on dp x cp ranks (cfg.parallel; `group` is the default group, None for one rank) with one rank: in fp32
     directly, in 16 bit both with one rank in fp32 (Note [Training equivalence] in DESIGN.md).
 
     Every rank calls this, computes the one-rank step by itself (of a 16-bit run; its fp32 twin is rank 0's work alone), and returns
     the same Report: loss, gradient norm, each parameter's gradient and each parameter after the step. cfg's optimizer is not
     used, all else of it is.
-    weights: a state_dict to start from (a run's weights.pt), else those of train.seed.
+    weights: a state_dict to start from (a run's weights.pt), else those of train.seed. say: told what was computed (all ranks).
     Raises ValueError when dp * cp is not the size of the group, or group is not the default one.
     """
     if group is not None and group is not dist.group.WORLD:
@@ -89,11 +89,14 @@ def run(cfg: Config, data: Data, *, device: torch.device, group: dist.ProcessGro
         dp, cp, device, timeout_s=cfg.parallel.timeout_s, ulysses=cfg.parallel.ulysses, shard=shard_size(cfg.parallel, dp * cp))
     alone = dataclasses.replace(ring, train=dataclasses.replace(cfg.train, accumulation=cfg.train.accumulation * dp))
     dtype = activation_dtype(cfg, device)
-    got, one_rank = (_step(Trainer(made, where, data), weights) for made, where in ((ring, world), (alone, single(device))))
-    want = one_rank
+    got = _step(Trainer(ring, world, data), weights)
+    say(f"the step of {dp * cp} ranks")
+    want = one_rank = _step(Trainer(alone, single(device), data), weights)
+    say("the step of one rank, by each")
     if dtype != torch.float32:
         exact = dataclasses.replace(alone, train=dataclasses.replace(alone.train, dtype="fp32"))
         want = _on_rank_0(lambda: _step(Trainer(exact, single(device), data), weights), world, cfg.parallel.timeout_s)
+        say("the step of one rank in fp32, by rank 0")
     return Report(dp, cp, compare(got, one_rank, want, world, dtype))
 
 
