@@ -32,8 +32,8 @@ def query_tiles(
     turn: Turn | None = None, any_rows: bool = True,
 ) -> tuple[Tensor, int]:
     """(int32 [tiles, RECORD] on the device, as `in_order`; keys that a tile walks at most); kept with the intervals, or with the
-    turn. rows: of a query tile, at most; block_n: of a key tile. by_sums: full tiles are done without maxima. first, last: without a turn, of all rows. together: tiles
-    that run at a time. any_rows: tiles may begin at any row."""
+    turn. rows: of a query tile, at most; block_n: of a key tile. by_sums: full tiles are done without maxima. first, last: without
+    a turn, of all rows. together: tiles that run at a time. any_rows: tiles may begin at any row."""
     bounds = intervals.host_k_lo, intervals.host_k_hi
     kept, shared, visits = (intervals, intervals.cache, [bounds]) if turn is None else (turn, turn.shared, turn.visits)
     key = ("hopper", "query tiles", rows, block_n, by_sums, first, last, together)
