@@ -218,6 +218,8 @@ def train_step(cfg: Config, device: torch.device, policy: str, seq_len: int, lay
             parameter.normal_(std=0.02)
     weights = list(model.parameters())
     optimizer = build_optimizer(cfg.optim, weights)
+    for group in optimizer.param_groups:
+        group["foreach"] = True  # torch's default on GPUs alone, and what the prediction counts: one copy of all gradients
     tokens = torch.randint(cfg.model.vocab_size, (cfg.data.batch_size, seq_len), device=device)
     positions = torch.arange(seq_len, device=device)
     is_cuda = device.type == "cuda"
