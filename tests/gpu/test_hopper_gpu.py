@@ -15,7 +15,7 @@ if torch.cuda.is_available():
 if REASON:
     pytest.skip(REASON, allow_module_level=True)
 
-from ringflash.kernels import hopper_forward  # noqa: E402
+from ringflash.kernels import hopper_forward, hopper_forward_tiles  # noqa: E402
 from ringflash.kernels.intervals import Intervals  # noqa: E402
 from ringflash.tests.support.forward_cases import check_forward, judge, run_forward  # noqa: E402
 from ringflash.tests.support.triton_cases import BOUNDS, Case  # noqa: E402
@@ -65,12 +65,28 @@ def test_grouped_heads_batches_and_strided_views_keep_their_budget(heads, kv_hea
 
 
 @pytest.mark.parametrize("head_dim, dtype", VARIANTS, ids=str)
-def test_rows_that_are_finished_by_the_last_visit_that_sees_them_keep_their_budget(head_dim, dtype):
+def test_rows_that_are_finished_by_the_last_visit_that_sees_them_have_the_bits_of_those_that_wait_for_the_last_of_all(
+    head_dim, dtype, monkeypatch
+):
+    real, found = hopper_forward_tiles.tile_rows, []
+
+    def remembered(*given):
+        found.append(real(*given))
+        return found[-1]
+
     for bounds in sorted(BOUNDS):
         for lengths, visits in (((1000, 1000), 3), ((300, 2049), 5), ((2049, 129), 2), ((700, 700), 1)):
             for sinks in (False, True):
-                check_forward(hopper, case(*lengths, bounds=bounds, visits=visits, head_dim=head_dim, dtype=dtype, sinks=sinks),
-                              DEVICE, turns=True)
+                one = case(*lengths, bounds=bounds, visits=visits, head_dim=head_dim, dtype=dtype, sinks=sinks)
+                # Bits are those of the tiles: both walk the same, which may begin with documents.
+                monkeypatch.setattr(hopper_forward_tiles, "tile_rows", remembered)
+                finished, inputs = run_forward(hopper, one, DEVICE, turns=True)
+                monkeypatch.setattr(hopper_forward_tiles, "tile_rows", lambda *given: found[-1])
+                waiting = run_forward(hopper, one, DEVICE)[0]
+                for name, value in waiting.items():
+                    assert torch.equal(finished[name], value), (one, name)
+                for verdict in judge(finished, inputs).values():
+                    assert verdict.ok, f"{one}: {verdict}"
 
 
 @pytest.mark.parametrize("softcap", [0.5, 5.0, 30.0, 50.0])

@@ -94,6 +94,37 @@ def forward(head_dim: int, visits: list, q: Tensor, blocks: list, *, by_turns: b
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("head_dim, dtype", [(64, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)], ids=str)
+def test_tiles_that_are_finished_by_the_last_visit_that_sees_them_have_the_bits_of_those_that_wait(head_dim, dtype, monkeypatch):
+    rng, generator, odd = random.Random(head_dim), torch.Generator().manual_seed(head_dim), 0
+    scope = FORWARD.query_tiles.__globals__
+    real = scope["tile_rows"]
+    for case in range(CASES):
+        num_q, sinks = rng.randint(200, 700), rng.random() < 0.3
+        q = torch.randn(1, num_q, 2, head_dim, generator=generator).to(dtype)
+        visits, blocks, found = [], [], []
+        for _ in range(rng.randint(2, 3)):
+            num_k = rng.randint(1, 900)
+            visits.append(Intervals.from_rows(*documents(rng, num_q, num_k), num_k, "cpu"))
+            blocks.append(torch.randn(2, 1, num_k, 1, head_dim, generator=generator).to(dtype).unbind(0))
+
+        def remembered(*given):
+            found.append(real(*given))
+            return found[-1]
+
+        # Bits are those of the tiles: both walk those of the first, which are the same in all visits.
+        monkeypatch.setitem(scope, "tile_rows", remembered)
+        finished = forward(head_dim, visits, q, blocks, by_turns=True, sinks=sinks, programs=2, softcap=0.0)
+        monkeypatch.setitem(scope, "tile_rows", lambda *given: found[0])
+        waiting = forward(head_dim, visits, q, blocks, by_turns=False, sinks=sinks, programs=2, softcap=0.0)
+        assert len(found) == 1
+        odd += bool((found[0][0][1:] % found[0][0][1].clamp(min=1) != 0).any()) if len(found[0][0]) > 1 else 0
+        for name, ours, theirs in zip(("out", "lse"), finished, waiting):
+            assert torch.equal(ours, theirs), (case, name)
+    assert odd or head_dim == 256
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_forward_gives_what_the_reference_gives_over_documents_in_visits(head_dim, dtype):

@@ -158,10 +158,10 @@ def test_keys_of_two_documents_whose_queries_lie_apart_have_a_program_each_and_a
     lo = torch.tensor([0] * 256 + [64] * 2256, dtype=torch.int32)
     hi = torch.tensor([64] * 2256 + [128] * 256, dtype=torch.int32)
     intervals = Intervals.from_host(lo, hi, q_lo, q_hi, "cpu")
-    items, shared, _ = key_items(intervals, 64, 128, 4, 1320, 132, cut=True, accumulate=False)
+    items, shared, longest = key_items(intervals, 64, 128, 4, 1320, 132, cut=True, accumulate=False)
     assert sorted(items[:, 1:5].tolist()) == [[0, 256, 256, 256], [2240, 2560, 2560, 2560]] and shared == slice(0, 128)
-    alone, none, _ = key_items(intervals, 64, 128, 4, 1320, 132, cut=False, accumulate=False)
-    assert alone[:, 1:5].tolist() == [[0, 2304, 2304, 2560]] and none is None
+    alone, none, whole = key_items(intervals, 64, 128, 4, 1320, 132, cut=False, accumulate=False)
+    assert alone[:, 1:5].tolist() == [[0, 2304, 2304, 2560]] and none is None and (longest, whole) == (320, 2560)
 
 
 def test_only_keys_that_programs_share_are_zeroed():
