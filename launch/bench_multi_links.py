@@ -17,6 +17,7 @@ from ringflash.ring.plan import build_plan
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, DTYPE = 32, 8, 128, torch.bfloat16
 ROW_BYTES = NUM_KV_HEADS * 2 * HEAD_DIM * 2                 # of K and V of one row, in bf16
+LEAD_MS, LEAD_TFLOPS, LEAD_RUNS = 12.0, 700.0, 60            # of work before a sample, at about that speed, and kernels at most
 Say = Callable[[dict], None]
 
 
@@ -89,6 +90,11 @@ class Kernel:
         self.backend.forward(self.q, self.k, self.v, self.intervals, softmax_scale=HEAD_DIM ** -0.5, state=self.state,
                              lse=self.lse, out=None, first=False, spare_sms=spare_sms)
 
+    def lead(self) -> None:
+        """About as much work as LEAD_MS take: after it a card's clocks are those of steady work."""
+        for _ in range(max(1, min(LEAD_RUNS, round(LEAD_MS * LEAD_TFLOPS * 1e9 / self.flops)))):
+            self.run()
+
 
 def overlap(exchanges: Sequence[str], rows_list: Sequence[int], kernel: str, device: torch.device, say: Say, *, repeats: int,
             at_least_ms: float = 12.0) -> list[dict]:
@@ -97,10 +103,10 @@ def overlap(exchanges: Sequence[str], rows_list: Sequence[int], kernel: str, dev
     for rows in rows_list:
         compute = Kernel(kernel, rows, device)
         hops = {name: Hop(name, rows, device) for name in exchanges}
-        tasks = {"kernel": Task(compute.run)}
+        tasks = {"kernel": Task(compute.run, lead=compute.lead)}
         for name, hop in hops.items():
             tasks[f"hop {name}"] = Task(hop.run)
-            tasks[f"both {name}"] = Task(_both(hop, compute))
+            tasks[f"both {name}"] = Task(_both(hop, compute), lead=compute.lead)
         found = interleaved(tasks, device, repeats=repeats, at_least_ms=at_least_ms, most=24)
         for name in exchanges:
             records.append(_record("overlap", name, rows, compute, found["kernel"], found[f"hop {name}"], found[f"both {name}"]))
@@ -143,8 +149,8 @@ def nccl_sweep(channels: Sequence[int], rows: int, kernel: str, device: torch.de
                 stack.callback(dist.destroy_process_group, group)
                 warm_up(group, device)
                 hop = Hop("nccl", rows, device, group)
-                tasks = {"kernel": Task(compute.run), "hop": Task(hop.run)}
-                tasks |= {f"both {spare}": Task(_both(hop, compute, spare)) for spare in spare_sms}
+                tasks = {"kernel": Task(compute.run, lead=compute.lead), "hop": Task(hop.run)}
+                tasks |= {f"both {spare}": Task(_both(hop, compute, spare), lead=compute.lead) for spare in spare_sms}
                 found = interleaved(tasks, device, repeats=repeats, at_least_ms=12.0, most=24)
                 for spare in spare_sms:
                     record = _record("nccl", f"{count or 'default'} channels", rows, compute, found["kernel"], found["hop"],
