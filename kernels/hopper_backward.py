@@ -86,10 +86,12 @@ def backward(
     targets = [_target(x, keep) for x, keep in ((dq, True), (dk, accumulate_dkv), (dv, accumulate_dkv))]
     variant = VARIANTS[q.shape[-1]]
     with torch.cuda.device(q.device):
-        rows = prepare(lse, delta, softmax_scale, _folded(q.dtype), variant.init_dp)
+        sms = torch.cuda.get_device_properties(q.device).multi_processor_count
+        *_, any_rows = _items(q, k, intervals, variant, sms, not deterministic, accumulate_dkv)
+        rows = prepare(lse, delta, softmax_scale, _folded(q.dtype), variant.init_dp, any_rows)
         grid, arguments, options = backward_launch(
             dout, q, k, v, *rows, intervals, None if deterministic else targets[0], *targets[1:], softmax_scale, softcap, sign,
-            accumulate_dkv, variant, torch.cuda.get_device_properties(q.device).multi_processor_count)
+            accumulate_dkv, variant, sms)
         launch(backward_kernel, grid, arguments, options)
         if deterministic:
             _dq_by_rows(dout, q, k, v, lse, delta, intervals, dq, softmax_scale, softcap, accumulate_dq)
@@ -141,14 +143,13 @@ def backward_launch(
     """(grid, kernel arguments, options) of `backward_kernel`. Zeroes the rows of dk and dv that several programs add to. Shapes
     as `backward`, all describable."""
     batch, _, num_heads, head_dim = q.shape
-    num_k, num_kv_heads = k.shape[1], k.shape[2]
+    num_kv_heads = k.shape[2]
     capped = softcap > 0
     folded = _folded(q.dtype)
     block_m, half = variant.block_m, KEYS // 2
     dq_block = (1, block_m // 2, 1, head_dim) if variant.by_rows else (1, block_m, 1, head_dim // 2)
     num_kv_total = batch * num_kv_heads
-    items, shared, longest = key_items(
-        intervals, block_m, KEYS, num_heads // num_kv_heads, num_kv_total, sms, cut=dq is not None, accumulate=accumulate)
+    items, shared, longest, _ = _items(q, k, intervals, variant, sms, dq is not None, accumulate)
     if shared is not None and not accumulate:
         for x in (dk, dv):  # what several programs add to has to hold something
             x[:, shared].zero_() if isinstance(shared, slice) else x.index_fill_(1, shared, 0.0)
@@ -162,7 +163,7 @@ def backward_launch(
         exponent_scale=softmax_scale / softcap if capped else softmax_scale * math.log2(math.e),
         dq_scale=1.0 if folded else softmax_scale, dk_scale=float(dk_sign) * (1.0 if folded else softmax_scale),
         dv_scale=1.0 / softmax_scale if folded else 1.0, softcap=float(softcap),
-        num_k=num_k, num_heads=num_heads, group=num_heads // num_kv_heads, num_kv_total=num_kv_total,
+        num_heads=num_heads, group=num_heads // num_kv_heads, num_kv_total=num_kv_total,
         section=_section(q, num_kv_total, longest), num_items=items.shape[0],
         D=head_dim, BM=block_m, HALF=half, BY_ROWS=variant.by_rows, INIT_DP=variant.init_dp,
         # a cap keeps its slope beside p: only so do the registers suffice
@@ -170,6 +171,13 @@ def backward_launch(
         CONSUMER_REGS=variant.consumer_regs, OTHER_REGS=variant.other_regs,
     )
     return (items.shape[0] * num_kv_total,), arguments, {"num_warps": 4, "maxnreg": 168}
+
+
+def _items(q: Tensor, k: Tensor, intervals: Intervals, variant: Variant, sms: int, with_dq: bool, accumulate: bool):
+    """`key_items` of this visit."""
+    group = q.shape[2] // k.shape[2]
+    return key_items(
+        intervals, variant.block_m, KEYS, group, q.shape[0] * k.shape[2], sms, cut=with_dq, accumulate=accumulate)
 
 
 def _folded(dtype: torch.dtype) -> bool:

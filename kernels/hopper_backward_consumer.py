@@ -72,7 +72,7 @@ def consumer(
     dk, dv, q_lo, q_hi,
     k_s, v_s, q_s, dout_s, lse_s, delta_s, ds_s, dq_s, column_s, bound_s, first_row_s,
     kv_full, q_full, q_empty, ds_full, ds_empty, dq_full, dq_empty, done,
-    batch, kv_head, col0, adds, num_steps, num_k, exponent_scale, dq_scale, dk_scale, dv_scale, softcap,
+    batch, kv_head, col0, stop, adds, num_steps, exponent_scale, dq_scale, dk_scale, dv_scale, softcap,
     C: gl.constexpr,  # which of the two
     D: gl.constexpr, BM: gl.constexpr, HALF: gl.constexpr, BY_ROWS: gl.constexpr,
     PACKED: gl.constexpr, INIT_DP: gl.constexpr, CAPPED: gl.constexpr, FOLDED: gl.constexpr,
@@ -100,8 +100,8 @@ def consumer(
     # Query numbers and bounds wait in shared memory: as constants they would take registers through the whole loop.
     column_s.index(0).store(gl.arange(0, BM, layout=by_query).to(gl.int16))
     keys = col0 + C * HALF + gl.arange(0, HALF, layout=by_key)
-    bound_s.index(C).store(gl.load(q_lo + keys, mask=keys < num_k, other=2147483647))
-    bound_s.index(2 + C).store(gl.load(q_hi + keys, mask=keys < num_k, other=0))
+    bound_s.index(C).store(gl.load(q_lo + keys, mask=keys < stop, other=2147483647))
+    bound_s.index(2 + C).store(gl.load(q_hi + keys, mask=keys < stop, other=0))
     if num_steps > 0:
         mbarrier.wait(kv_full.index(0), 0)
         for step in range(num_steps):

@@ -1,19 +1,21 @@
 """What the programs of the `hopper` backward compute of a visit: key tiles, each with the query rows that it meets, decided on the host.
 
-A program walks whole query tiles, for every query head of its group: [a, b) and [c, d) partial, [b, c) seen by all keys of the tile.
-Where keys of two documents lie in one key tile and their queries apart, each gets a program of its own: one would walk all that lies
-between. Where there are too few programs to fill the GPU, or the last wave of equal ones would leave it idle, long ones are cut along
-the queries. Programs that share a key tile add to dk and dv.
+A program walks whole query tiles, from the first query on that sees any of its keys, for every query head of its group: [a, b) and
+[c, d) partial, [b, c) seen by all keys of the tile. Key tiles may begin with documents (`tile_rows`, with keys for rows): one with
+the end of one and the start of another would walk the queries of both, all masked. Where keys of two documents lie in one key tile
+all the same and their queries apart, each gets a program of its own: one would walk all that lies between. Where there are too few
+programs to fill the GPU, or the last wave of equal ones would leave it idle, long ones are cut along the queries. Programs that share
+rows of dk and dv add to them.
 """
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from .hopper_forward_tiles import in_order, spans
+from .hopper_forward_tiles import in_order, spans, tile_rows
 from .intervals import Intervals
 
-RECORD = 8  # of the table: the first key; a, b, c, d; where in [b, c) the walk starts; whether it adds to dk and dv; nothing
+RECORD = 8  # of the table: the first key; a, b, c, d; where in [b, c) the walk starts; whether it adds to dk and dv; where its keys stop
 START = 4  # what a program costs beside its steps, in steps: loading k and v, storing dk and dv
 # Of the time that the estimate gives: pieces also add to dk and dv and walk apart, which it does not know, so a few per cent that it
 # promises (the last of several waves of equal programs) turn into a loss.
@@ -22,13 +24,15 @@ WORTH = 0.85
 
 def key_items(
     intervals: Intervals, block_m: int, block_n: int, group: int, num_kv_total: int, sms: int, *, cut: bool, accumulate: bool,
-) -> tuple[Tensor, Tensor | slice | None, int]:
+) -> tuple[Tensor, Tensor | slice | None, int, bool]:
     """(int32 [items, RECORD] on the device, as `in_order`; the rows of the keys that programs share, or None; query rows of the
-    longest program); kept with the intervals. group: query heads per kv head; num_kv_total: kv heads of all batches. cut: programs
-    may share keys. accumulate: all add to dk and dv, and key tiles that nobody sees need no program."""
+    longest program; whether walks begin at any row, else at whole query tiles); kept with the intervals. group: query heads per kv head; num_kv_total: kv heads of all batches. cut: programs
+    may share rows of dk and dv. accumulate: all add to dk and dv, and key tiles that nobody sees need no program."""
     key = ("hopper", "key items", block_m, block_n, group, num_kv_total, sms, cut, accumulate)
     if key not in intervals.cache:
-        items = runs(intervals.host_q_lo, intervals.host_q_hi, intervals.num_q, block_m, block_n, 2 * START // group if cut else None)
+        bounds = intervals.host_q_lo, intervals.host_q_hi
+        tiles = tile_rows([bounds], block_n, block_m, any_rows=cut, cost=-(-START // group))
+        items = runs(*bounds, *tiles, intervals.num_q, block_m, block_n, 2 * START // group if cut else None)
         if cut:
             items = cut_long(items, block_m, group, num_kv_total, sms)
         items = items[torch.argsort(items[:, 0], stable=True)]
@@ -43,7 +47,8 @@ def key_items(
         longest = int((items[:, 4] - items[:, 1]).max())
         if isinstance(shared, Tensor):
             shared = shared.to(intervals.device)
-        intervals.cache[key] = items.to(torch.int32).to(intervals.device), shared, longest
+        any_rows = bool((items[:, 1] % block_m != 0).any())
+        intervals.cache[key] = items.to(torch.int32).to(intervals.device), shared, longest, any_rows
     return intervals.cache[key]
 
 
@@ -54,35 +59,39 @@ def _rows(first: Tensor, block_n: int, num_k: int) -> Tensor | slice | None:
     span = slice(int(first[0]), min(int(first[-1]) + block_n, num_k))
     if span.stop - span.start <= 2 * block_n * len(first):
         return span
-    rows = (first[:, None] + torch.arange(block_n)).flatten()
+    rows = (first[:, None] + torch.arange(block_n)).unique()  # tiles may overlap
     return rows[rows < num_k]
 
 
-def runs(q_lo: Tensor, q_hi: Tensor, num_q: int, block_m: int, block_n: int, gap: int | None) -> Tensor:
-    """int64 [items, RECORD], one per key tile and run of query tiles. q_lo, q_hi: int32 [Sk]. gap: runs end where more than that many
-    query tiles in a row see none of the keys; None: nowhere."""
-    num_k = q_lo.shape[0]
-    col0 = torch.arange(0, num_k, block_n)
-    stop = (col0 + block_n).clamp(max=num_k)
+def runs(q_lo: Tensor, q_hi: Tensor, col0: Tensor, stop: Tensor, num_q: int, block_m: int, block_n: int, gap: int | None) -> Tensor:
+    """int64 [items, RECORD], one per key tile and run of query tiles. q_lo, q_hi: int32 [Sk]. col0, stop: of the key tiles, which have
+    block_n keys at most. gap: runs end where more than that many query tiles in a row see none of the keys; None: nowhere."""
     lo, hi, empty, gaps = spans(q_lo, q_hi, col0, stop, block_m if gap is None else gap * block_m)
     last = stop - 1
-    a = torch.where(empty, 0, lo // block_m * block_m)
-    d = torch.where(empty, 0, -(-hi // block_m) * block_m)
+    a = torch.where(empty, 0, lo)
+    d = torch.where(empty, 0, a + _tiles(hi - a, block_m) * block_m)
     # Both ends are non-decreasing: the first and the last key bound what all are seen by. Rows past the end give nothing: the last
-    # query tile counts as full. A key tile that reaches past the last key is masked in every step: its zero rows would give p > 0.
-    whole, lo_last, hi_first = col0 + block_n <= num_k, q_lo[last].long(), q_hi[col0].long()
-    b = torch.where(whole, torch.clamp(-(-lo_last // block_m) * block_m, a, d), d)
-    c = torch.where(whole, torch.clamp(torch.where(hi_first >= num_q, d, hi_first // block_m * block_m), b, d), d)
+    # query tile counts as full. A key tile with fewer keys is masked in every step: what lies behind them would give p > 0.
+    whole, lo_last, hi_first = stop - col0 == block_n, q_lo[last].long(), q_hi[col0].long()
+    b = torch.where(whole, torch.clamp(a + _tiles(lo_last - a, block_m) * block_m, a, d), d)
+    c = torch.where(whole, torch.clamp(torch.where(hi_first >= num_q, d, a + (hi_first - a) // block_m * block_m), b, d), d)
     zero = torch.zeros_like(a)
-    items, more = torch.stack((col0, a, b, c, d, zero, zero, zero), 1), []
+    # The copy engine writes whole tiles: one that ends before the next one's rows adds zeros to these.
+    adds = (~whole & (stop < q_lo.shape[0])).long()
+    items, more = torch.stack((col0, a, b, c, d, zero, adds, stop), 1), []
     # From the end, so that a tile's first record remains the one that is cut; it has no full part.
-    for tile, start, stop in reversed(gaps if gap is not None else []):
-        before, after = -(-start // block_m) * block_m, stop // block_m * block_m
+    for tile, start, after in reversed(gaps if gap is not None else []):
+        first, begin, _, _, _, _, _, keys = items[tile].tolist()
+        before = begin - (begin - start) // block_m * block_m
         if after - before > gap * block_m:
-            first, _, _, _, end = items[tile, :5].tolist()
-            more.append([first, after, end, end, end, 0, 1, 0])
-            items[tile, 2:5], items[tile, 6] = before, 1
+            end = after - (after - int(hi[tile])) // block_m * block_m
+            more.append([first, after, end, end, end, 0, 1, keys])
+            items[tile, 2:5], items[tile, 6], hi[tile] = before, 1, start
     return torch.cat((items, torch.tensor(more, dtype=torch.int64).view(-1, RECORD)))
+
+
+def _tiles(rows: Tensor, block_m: int) -> Tensor:
+    return -(-rows // block_m)
 
 
 def cut_long(items: Tensor, block_m: int, group: int, num_kv_total: int, sms: int) -> Tensor:

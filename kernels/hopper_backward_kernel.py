@@ -3,9 +3,11 @@ from __future__ import annotations
 
 from .gluon_shim import fence_async_shared, gl, gluon, mbarrier
 from .hopper_backward_consumer import consumer
+from .hopper_backward_prepare import COPIES as ROW_COPIES
 from .hopper_backward_walk import producer, reducer, section_of, walk_of
 
-_COUNTS = ["num_k", "num_heads", "group", "num_kv_total", "section", "num_items"]
+COPIES = gl.constexpr(ROW_COPIES)
+_COUNTS = ["num_heads", "group", "num_kv_total", "section", "num_items"]
 
 
 @gluon.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=["q_lo", "q_hi"])
@@ -14,8 +16,8 @@ def backward_kernel(
     k,  # IN    descriptor of [B, Sk, Hkv, D], blocks of 2 * HALF rows
     v,  # IN    descriptor of [B, Sk, Hkv, D], blocks of 2 * HALF rows
     dout,  # IN    descriptor of [B, Sq, Hq, D], blocks of BM rows
-    row_lse,  # IN    descriptor of [B * Hq, rows] fp32, what the exponent starts from (`prepare_kernel`), blocks of BM
-    row_delta,  # IN    descriptor of [B * Hq, rows] fp32, likewise
+    row_lse,  # IN    descriptor of [copies * B * Hq, rows] fp32, what the exponent starts from (`prepare_kernel`), blocks of BM
+    row_delta,  # IN    descriptor of [copies * B * Hq, rows] fp32, likewise
     dq,  # INOUT descriptor of [B, Sq, Hq, D] fp32, added to; blocks of half a tile. Without WITH_DQ anything
     dk,  # OUT / INOUT descriptor of [B, Sk, Hkv, D] fp32, blocks of HALF rows
     dv,  # OUT / INOUT descriptor of [B, Sk, Hkv, D] fp32, blocks of HALF rows
@@ -25,7 +27,6 @@ def backward_kernel(
     exponent_scale,  # softmax_scale * log2(e); CAPPED: softmax_scale / softcap
     dq_scale, dk_scale, dv_scale,  # what remains to be multiplied; dq's is 1 when FOLDED
     softcap,
-    num_k,
     num_heads,  # Hq
     group,  # Hq / Hkv
     num_kv_total,  # B * Hkv
@@ -50,6 +51,7 @@ def backward_kernel(
     batch = head_b // num_kv_heads
     kv_head = head_b - batch * num_kv_heads
     col0 = gl.load(record)
+    stop = gl.load(record + 7)
     walk, num_steps = walk_of(record, group, BM)
 
     DQ_ROWS: gl.constexpr = BM // 2 if BY_ROWS else BM
@@ -92,15 +94,15 @@ def backward_kernel(
         (consumer, (
             dk, dv, q_lo, q_hi, k_s, v_s, q_s, dout_s, lse_s, delta_s, ds_s, dq_s, column_s, bound_s, first_row_s,
             kv_full, q_full, q_empty, ds_full, ds_empty, dq_full, dq_empty, done,
-            batch, kv_head, col0, adds, num_steps, num_k, exponent_scale, dq_scale, dk_scale, dv_scale, softcap,
+            batch, kv_head, col0, stop, adds, num_steps, exponent_scale, dq_scale, dk_scale, dv_scale, softcap,
             gl.constexpr(0), D, BM, HALF, BY_ROWS, PACKED, INIT_DP, CAPPED, FOLDED, WITH_DQ, LATE)),
         (consumer, (
             dk, dv, q_lo, q_hi, k_s, v_s, q_s, dout_s, lse_s, delta_s, ds_s, dq_s, column_s, bound_s, first_row_s,
             kv_full, q_full, q_empty, ds_full, ds_empty, dq_full, dq_empty, done,
-            batch, kv_head, col0, adds, num_steps, num_k, exponent_scale, dq_scale, dk_scale, dv_scale, softcap,
+            batch, kv_head, col0, stop, adds, num_steps, exponent_scale, dq_scale, dk_scale, dv_scale, softcap,
             gl.constexpr(1), D, BM, HALF, BY_ROWS, PACKED, INIT_DP, CAPPED, FOLDED, WITH_DQ, LATE)),
         (producer, (
             q, k, v, dout, row_lse, row_delta, k_s, v_s, q_s, dout_s, lse_s, delta_s, first_row_s, kv_full, q_full, q_empty,
-            batch, kv_head, group, num_heads, col0, walk, num_steps, D, BM, BN)),
+            batch, kv_head, group, num_heads, num_kv_total, col0, walk, num_steps, D, BM, BN, COPIES)),
         (reducer, (dq, dq_s, dq_full, dq_empty, batch, kv_head, group, walk, num_steps, D, BM, BY_ROWS, WITH_DQ)),
     ], [4, 1, 1], [CONSUMER_REGS, OTHER_REGS, OTHER_REGS])

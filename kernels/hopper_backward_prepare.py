@@ -13,6 +13,9 @@ from .triton_support import LOG2_E, strides
 
 ROWS = 1024  # of a program
 PAD = 128  # rows are padded to a multiple of this: whole query tiles for every BM, and 16-byte strides for the tensor maps
+# Copies, each a row further on than the last, where query tiles begin at any row: the copy engine reads from whole 16 bytes on (from
+# others: illegal instruction), and row r is number r - r % COPIES of copy r % COPIES.
+COPIES = 4
 
 
 _LENGTHS = ["num_q", "padded", "num_heads", "lse_sb", "lse_sh", "lse_ss", "delta_sb", "delta_sh", "delta_ss"]
@@ -22,8 +25,8 @@ _LENGTHS = ["num_q", "padded", "num_heads", "lse_sb", "lse_sh", "lse_ss", "delta
 def prepare_kernel(
     lse,  # IN    [B, Hq, Sq] fp32, natural log, merged
     delta,  # IN    [B, Hq, Sq] fp32
-    row_lse,  # OUT   [B * Hq, padded] fp32 contiguous
-    row_delta,  # OUT   [B * Hq, padded] fp32 contiguous
+    row_lse,  # OUT   [copies, B * Hq, padded] fp32 contiguous
+    row_delta,  # OUT   [copies, B * Hq, padded] fp32 contiguous
     num_q, padded, num_heads,
     shift,  # added to lse in base 2
     delta_factor,
@@ -33,18 +36,19 @@ def prepare_kernel(
     head_b = tl.program_id(1)
     batch = (head_b // num_heads).to(tl.int64)
     head = (head_b % num_heads).to(tl.int64)
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    rows64 = rows.to(tl.int64)  # B * Hq * Sq elements pass 2^31
-    real = rows < num_q
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    copy = tl.program_id(2)
+    rows64 = (number + copy).to(tl.int64)  # B * Hq * Sq elements pass 2^31
+    real = rows64 < num_q
     value = tl.load(lse + batch * lse_sb + head * lse_sh + rows64 * lse_ss, mask=real, other=-float("inf"))
     row_sum = tl.load(delta + batch * delta_sb + head * delta_sh + rows64 * delta_ss, mask=real, other=0.0)
     dead = value == -float("inf")
     # By selection: whatever delta holds in a row that saw nothing, and for rows past the end, p and ds are 0.
     value = tl.where(dead, float("inf"), value * LOG2_E + shift)
     row_sum = tl.where(dead, 0.0, row_sum)
-    target = head_b.to(tl.int64) * padded + rows64
-    tl.store(row_lse + target, value, mask=rows < padded)
-    tl.store(row_delta + target, row_sum * delta_factor, mask=rows < padded)
+    target = (copy.to(tl.int64) * tl.num_programs(1) + head_b) * padded + number
+    tl.store(row_lse + target, value, mask=number < padded)
+    tl.store(row_delta + target, row_sum * delta_factor, mask=number < padded)
 
 
 def prepare(
@@ -52,18 +56,20 @@ def prepare(
     delta: Tensor,  # IN    [B, Hq, Sq] fp32, any strides
     softmax_scale: float,  # > 0
     folded: bool, init_dp: bool,
+    any_rows: bool,  # query tiles begin at any row
 ) -> tuple[Tensor, Tensor]:
-    """(row_lse, row_delta) [B * Hq, padded] fp32.
+    """(row_lse, row_delta) [copies * B * Hq, padded] fp32: COPIES of them where any_rows, else one.
 
     row_lse: lse in base 2, less log2(softmax_scale) when folded: p then comes out multiplied by the scale. Rows that saw nothing
     and rows past the end: +inf, so that p is 0. row_delta: delta, negated with init_dp; 0 in such rows.
     """
     batch, num_heads, num_q = lse.shape
     padded = -(-num_q // PAD) * PAD
-    row_lse = torch.empty((batch * num_heads, padded), dtype=torch.float32, device=lse.device)
+    copies = COPIES if any_rows else 1
+    row_lse = torch.empty((copies * batch * num_heads, padded), dtype=torch.float32, device=lse.device)
     row_delta = torch.empty_like(row_lse)
     (lse_sb, lse_sh, lse_ss), (delta_sb, delta_sh, delta_ss) = strides(lse), strides(delta)
-    launch(prepare_kernel, (triton.cdiv(padded, ROWS), batch * num_heads), dict(
+    launch(prepare_kernel, (triton.cdiv(padded, ROWS), batch * num_heads, copies), dict(
         lse=lse, delta=delta, row_lse=row_lse, row_delta=row_delta, num_q=num_q, padded=padded, num_heads=num_heads,
         shift=-math.log2(softmax_scale) if folded else 0.0, delta_factor=-1.0 if init_dp else 1.0,
         lse_sb=lse_sb, lse_sh=lse_sh, lse_ss=lse_ss, delta_sb=delta_sb, delta_sh=delta_sh, delta_ss=delta_ss, BLOCK=ROWS), {})

@@ -52,8 +52,8 @@ def producer(
     q, k, v, dout, row_lse, row_delta,  # descriptors
     k_s, v_s, q_s, dout_s, lse_s, delta_s, first_row_s,
     kv_full, q_full, q_empty,
-    batch, kv_head, group, num_heads, col0, walk, num_steps,
-    D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    batch, kv_head, group, num_heads, num_kv_total, col0, walk, num_steps,
+    D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, COPIES: gl.constexpr,
 ):
     """One warp. Leaves each step's first row in shared memory for who masks, or -1: no mask."""
     if num_steps > 0:
@@ -70,11 +70,12 @@ def producer(
         full = q_full.index(i)
         mbarrier.expect(
             full, q.block_type.nbytes + dout.block_type.nbytes + row_lse.block_type.nbytes + row_delta.block_type.nbytes)
-        row_of_heads = batch * num_heads + head
+        copy = row % COPIES
+        row_of_heads = copy * num_kv_total * group + batch * num_heads + head
         tma_load(q, [batch, row, head, 0], full, reinterpret(q_s.index(i), q.dtype, [1, BM, 1, D], q.layout))
-        tma_load(row_lse, [row_of_heads, row], full, lse_s.index(i))
+        tma_load(row_lse, [row_of_heads, row - copy], full, lse_s.index(i))
         tma_load(dout, [batch, row, head, 0], full, reinterpret(dout_s.index(i), dout.dtype, [1, BM, 1, D], dout.layout))
-        tma_load(row_delta, [row_of_heads, row], full, delta_s.index(i))
+        tma_load(row_delta, [row_of_heads, row - copy], full, delta_s.index(i))
 
 
 @gluon.jit

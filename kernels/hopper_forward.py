@@ -166,8 +166,8 @@ def forward_launch(
     group = num_heads // num_kv_heads
     by_sums = tile.by_sums and q.dtype == torch.bfloat16
     last = out is not None and (turn is None or turn.closes)
-    together = num_ctas / (batch * num_heads)
-    tiles, longest = query_tiles(intervals, tile.rows, tile.block_n, by_sums, first, last, together, turn, tile.any_rows)
+    tiles, longest = query_tiles(
+        intervals, tile.rows, tile.block_n, by_sums, first, last, num_ctas, batch * num_heads, turn, tile.any_rows)
     num_tiles = tiles.shape[0]
     total = num_tiles * batch * num_heads
     per_group = 2 * max(1, min(longest, num_k)) * head_dim * k.element_size()

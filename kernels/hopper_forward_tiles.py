@@ -7,6 +7,7 @@ tile and their keys apart, the keys between are left out too (the gap that saves
 """
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 import torch
@@ -23,20 +24,21 @@ FINAL, STARTS, ENDS = 1, 2, 4
 ROW_BITS = 20
 COST = 3  # what a query tile costs beside its steps, in steps
 LAST = 1 / 16  # see `in_order`
+GAIN, MOST_TRIED = 1 / 32, 4096  # see `in_drawn_order`: of the time; items of all heads
 
 Bounds = tuple[Tensor, Tensor]  # k_lo, k_hi: int32 [Sq] on the host
 
 
 def query_tiles(
-    intervals: Intervals, rows: int, block_n: int, by_sums: bool, first: bool, last: bool, together: float,
+    intervals: Intervals, rows: int, block_n: int, by_sums: bool, first: bool, last: bool, num_ctas: int, num_heads: int,
     turn: Turn | None = None, any_rows: bool = True,
 ) -> tuple[Tensor, int]:
-    """(int32 [tiles, RECORD] on the device, as `in_order`; keys that a tile walks at most); kept with the intervals, or with the
-    turn. rows: of a query tile, at most; block_n: of a key tile. by_sums: full tiles are done without maxima. first, last: without
-    a turn, of all rows. together: tiles that run at a time. any_rows: tiles may begin at any row."""
+    """(int32 [tiles, RECORD] on the device, as `in_drawn_order`; keys that a tile walks at most); kept with the intervals, or with
+    the turn. rows: of a query tile, at most; block_n: of a key tile. by_sums: full tiles are done without maxima. first, last:
+    without a turn, of all rows. num_heads: of all batches, each of which has these tiles. any_rows: tiles may begin at any row."""
     bounds = intervals.host_k_lo, intervals.host_k_hi
     kept, shared, visits = (intervals, intervals.cache, [bounds]) if turn is None else (turn, turn.shared, turn.visits)
-    key = ("hopper", "query tiles", rows, block_n, by_sums, first, last, together)
+    key = ("hopper", "query tiles", rows, block_n, by_sums, first, last, num_ctas, num_heads)
     if key not in kept.cache:
         # Where visits finish tiles, these have to be the same in all of them.
         of_rows = ("hopper", "rows of tiles", rows, block_n)
@@ -44,16 +46,18 @@ def query_tiles(
             shared[of_rows] = tile_rows(visits, rows, block_n, any_rows)
         table = tile_table(*bounds, *shared[of_rows], block_n, by_sums, first, last, turn)
         table = table.flip(0)  # under a causal mask a document's last tile is the longest
-        table = table[in_order(table[:, 3] + COST, together)]
+        table = table[in_drawn_order(table[:, 3] + COST, num_ctas, num_heads)]
         longest = int(table[:, 3].max()) * block_n if len(table) else 0
         kept.cache[key] = table.to(intervals.device), longest
     return kept.cache[key]
 
 
-def tile_rows(visits: Sequence[Bounds], rows: int, block_n: int, any_rows: bool = True) -> tuple[Tensor, Tensor]:
+def tile_rows(
+    visits: Sequence[Bounds], rows: int, block_n: int, any_rows: bool = True, cost: int = COST,
+) -> tuple[Tensor, Tensor]:
     """First and stop row of each query tile, int64 [tiles]: `rows` at a time, or, where fewer steps result, of tiles that begin with a
     document (a tile with the end of one document and the start of another walks the keys of both, and the later tiles of the other
-    are not aligned with its keys)."""
+    are not aligned with its keys). cost: of a tile beside its steps, in steps."""
     num_q = visits[0][0].shape[0]
     plain = _to_stop(range(0, num_q, rows), num_q)
     runs = torch.cat([_runs(*bounds) for bounds in visits]).unique().tolist() if any_rows else []
@@ -65,14 +69,15 @@ def tile_rows(visits: Sequence[Bounds], rows: int, block_n: int, any_rows: bool 
         whole = range(at, begin - rows + 1, rows)
         starts += whole
         at += rows * len(whole)
-        if at < begin and COST + _cost(ends, begin, begin, stop, rows, block_n) < _cost(ends, at, begin, stop, rows, block_n):
+        apart, together = (_cost(ends, row0, begin, stop, rows, block_n, cost) for row0 in (begin, at))
+        if at < begin and cost + apart < together:
             starts.append(at)
             at, is_plain = begin, False
     if is_plain:
         return plain
     # Each was decided for one document alone: a tile with the ends of two short ones also serves both.
     tiles = _to_stop([*starts, *range(at, num_q, rows)], num_q)
-    return min(tiles, plain, key=lambda found: sum(_whole_cost(*bounds, *found, block_n) for bounds in visits))
+    return min(tiles, plain, key=lambda found: sum(_whole_cost(*bounds, *found, block_n, cost) for bounds in visits))
 
 
 def _to_stop(starts: Sequence[int], num_q: int) -> tuple[Tensor, Tensor]:
@@ -80,10 +85,10 @@ def _to_stop(starts: Sequence[int], num_q: int) -> tuple[Tensor, Tensor]:
     return row0, torch.cat((row0[1:], torch.tensor([num_q])))
 
 
-def _whole_cost(k_lo: Tensor, k_hi: Tensor, row0: Tensor, stop: Tensor, block_n: int) -> int:
+def _whole_cost(k_lo: Tensor, k_hi: Tensor, row0: Tensor, stop: Tensor, block_n: int, cost: int) -> int:
     """What all tiles of a visit cost, in steps."""
     table = tile_table(k_lo, k_hi, row0, stop, block_n, False, False, False)
-    return COST * len(table) + int(table[:, 3].sum())
+    return cost * len(table) + int(table[:, 3].sum())
 
 
 def _runs(lo: Tensor, hi: Tensor) -> Tensor:
@@ -93,14 +98,14 @@ def _runs(lo: Tensor, hi: Tensor) -> Tensor:
     return torch.cat((at[:1][at[:1] > 0], at[1:][apart]))
 
 
-def _cost(ends: Sequence[tuple[list[int], list[int]]], start: int, begin: int, stop: int, rows: int, block_n: int) -> int:
+def _cost(ends: Sequence[tuple[list[int], list[int]]], start: int, begin: int, stop: int, rows: int, block_n: int, cost: int) -> int:
     """What the rows begin .. stop - 1 cost, in steps, in tiles from `start` on."""
-    cost = 0
+    total = 0
     for lo, hi in ends:
         for row0 in range(start, stop, rows):
             keys = hi[min(row0 + rows, stop) - 1] - lo[max(row0, begin)]
-            cost += COST - -keys // block_n if keys > 0 else 0
-    return cost
+            total += cost - -keys // block_n if keys > 0 else 0
+    return total
 
 
 def tile_table(
@@ -142,26 +147,58 @@ def tile_table(
     return torch.stack(record, 1)[~empty | written].to(torch.int32)
 
 
-def in_order(costs: Tensor, together: float) -> Tensor:
+def in_order(costs: Tensor, together: float, ahead: bool = False) -> Tensor:
     """int64 [n]: in which order items run. costs [n]: of the items, which are given in the order of what they read; together: how many
     run at a time.
 
     Neighbours share what they read, and find it in L2 when they run at about the same time, so they follow each other. But the
     shortest, LAST of all costs, come at the end, and those that would not end in time (but for as much again) come first, both most
-    costs first: so all multiprocessors end together.
+    costs first: so all multiprocessors end together. ahead: each waits for one that was drawn shortly before.
     """
     by_cost = torch.argsort(costs, descending=True, stable=True)
     total = int(costs.sum())
     stop = int((costs[by_cost].cumsum(0) <= (1.0 - LAST) * total).sum())
     first, between = by_cost[:0], by_cost[:stop].sort().values
     while True:
-        end = (int(costs[first].sum()) + costs[between].cumsum(0) - costs[between]) / together + costs[between]
+        of_between = costs[between]
+        end = (int(costs[first].sum()) + of_between.cumsum(0) - of_between) / together + of_between
+        if ahead and len(between):
+            width = max(1, round(together))
+            end = end + torch.cat((of_between.new_zeros(width), of_between))[:-1].unfold(0, width, 1).max(1).values
         late = end > (1.0 + LAST) * total / together
         if not late.any():
             break
         first, between = torch.cat((first, between[late])), between[~late]
     first = first[torch.argsort(costs[first], descending=True, stable=True)]
     return torch.cat((first, between, by_cost[stop:]))
+
+
+def in_drawn_order(costs: Tensor, num_ctas: int, num_heads: int) -> Tensor:
+    """`in_order` of the persistent grid, where each CTA draws an item when it takes up the one before. Of few items, some of them
+    long, one may so wait behind another while CTAs have nothing to do: then the order that reckons with it, if it ends earlier
+    by GAIN. (It breaks up neighbours more.)"""
+    order = in_order(costs, num_ctas / num_heads)
+    if not num_ctas < len(costs) * num_heads <= MOST_TRIED:
+        return order
+    other = in_order(costs, num_ctas / num_heads, ahead=True)
+    ends = [_last_end(costs[found].tolist(), num_ctas, num_heads) for found in (order, other)]
+    return other if ends[1] < (1.0 - GAIN) * ends[0] else order
+
+
+def _last_end(costs: Sequence[int], num_ctas: int, num_heads: int) -> int:
+    """When the last of so many heads' items is done, each CTA one ahead."""
+    items = iter([cost for cost in costs for _ in range(num_heads)])
+    taken = [(0, next(items)) for _ in range(num_ctas)]  # when a CTA takes up which cost
+    end = 0
+    while taken:
+        time, cost = taken[0]
+        end = max(end, time + cost)
+        drawn = next(items, None)
+        if drawn is None:
+            heapq.heappop(taken)
+        else:
+            heapq.heapreplace(taken, (time + cost, drawn))
+    return end
 
 
 def _any(of_rows: Tensor, row0: Tensor, stop: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ kernel does what would be one for each block, and a tile of queries folds once. 
 interrupt; so messages are received side by side where the visit reads them, and its gradients leave from where it wrote them.
 
 In the forward, queries that read such rows read those of their own rank there too, which are copied between them: no query is then
-visited twice, and nothing is folded. In the backward visits add up, and own keys are all in the first.
+visited twice, and nothing is folded. They are few, and see many keys: on a GPU the last of their tiles would leave multiprocessors
+idle, so documents that need nothing of others are visited with them. In the backward visits add up, and own keys are all in the first.
 """
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 Chunks = Sequence[tuple[int, int, int]]  # of a shard: positions (start, stop, stride), in order
 Run = tuple[int, int, int]  # owner, first and stop row of its block
 _RUNS_PER_BLOCK = 16  # more, on average, and each block travels as one message, and is one visit
-_LEAST_ALONE = 0.5  # of a rank's pairs, which must be left to step 0 when own keys move to step 1: they hide the exchange
+_LEAST_ALONE = 0.4  # of a rank's pairs, which must be left to step 0 when own keys move to step 1: they hide the exchange
+_FILL = 0.25  # of the pairs of such a visit: what is added of queries that read own keys alone
 
 _gathered = BoundedCache(max_weight=256)
 
@@ -198,11 +200,17 @@ def _gather(plan: Plan, visits: Sequence[Visit]) -> tuple[GatheredVisit, ...] | 
 def _with_own_keys(plan: Plan, own: Visit, gathered: GatheredVisit) -> tuple[OwnVisit, GatheredVisit] | None:
     """Both visits, so that each query is in one. None where that is not worth it, or own rows would lie inside a block."""
     k_lo, k_hi, *_ = gathered.intervals()
-    taken = _closed(k_lo < k_hi, *plan.bounds(own.rank, own.part))
-    alone = OwnVisit(own, ~taken)
-    if alone.num_pairs < _LEAST_ALONE * (own.num_pairs + gathered.num_pairs):
+    ends = plan.bounds(own.rank, own.part)
+    taken = _closed(k_lo < k_hi, *ends)
+    num_pairs = own.num_pairs + gathered.num_pairs
+    spare = OwnVisit(own, ~taken).num_pairs - _LEAST_ALONE * num_pairs
+    if spare < 0:
         return None
     own_lo, own_hi, *_ = own.intervals()
+    seen = gathered.num_pairs + int((own_hi - own_lo)[taken].sum(dtype=np.int64))
+    for first, stop in _of_own_keys(taken, *ends, own_hi - own_lo, min(spare, _FILL * seen)):
+        taken[first:stop] = True
+    alone = OwnVisit(own, ~taken)
     rows = row_index(tuple(map(tuple, union_of_intervals(own_lo[taken], own_hi[taken]).tolist())))
     positions = plan.layout_k.positions(own.rank)[rows]
     before = np.searchsorted(gathered.positions, positions)  # rows that arrive and lie before an own one
@@ -232,6 +240,19 @@ def _closed(sees: np.ndarray, first: np.ndarray, stop: np.ndarray) -> np.ndarray
     for a, b in zip(last[overlap], following[overlap]):
         taken[a:b] = True
     return taken
+
+
+def _of_own_keys(taken: np.ndarray, first: np.ndarray, stop: np.ndarray, num_keys: np.ndarray, most: float) -> list[tuple[int, int]]:
+    """Queries (first, stop) that share keys with no others, nor with any that is taken: documents that lie on this rank whole, the
+    largest first, of which all together have at most so many pairs. num_keys: of each query."""
+    cuts = [0, *(np.flatnonzero(first[1:] >= stop[:-1]) + 1).tolist(), taken.shape[0]]
+    alone = [(int(num_keys[a:b].sum(dtype=np.int64)), a, b) for a, b in zip(cuts, cuts[1:]) if not taken[a:b].any()]
+    found = []
+    for pairs, a, b in sorted(alone, key=lambda run: (-run[0], run[1])):
+        if 0 < pairs <= most:
+            found.append((a, b))
+            most -= pairs
+    return found
 
 
 def _only(queries: np.ndarray | None, k_lo: np.ndarray, k_hi: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

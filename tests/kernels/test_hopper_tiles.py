@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from ringflash.kernels.hopper_backward_items import cut_long, key_items, runs
-from ringflash.kernels.hopper_forward_tiles import ENDS, FINAL, ROW_BITS, STARTS, in_order, query_tiles, tile_rows, tile_table
+from ringflash.kernels.hopper_forward_tiles import (
+    ENDS, FINAL, ROW_BITS, STARTS, in_drawn_order, in_order, query_tiles, tile_rows, tile_table)
 from ringflash.kernels.intervals import Intervals, transpose, turns
 
 
@@ -102,11 +103,11 @@ def test_the_tiles_with_most_steps_come_first_and_those_that_see_nothing_only_wh
     hi = torch.tensor([64] * 128 + [400] * 128 + [464] * 40 + [464] * 128, dtype=torch.int32)
     intervals = Intervals.from_rows(lo, hi, 464, "cpu")
     for first, last in ((True, False), (False, True), (False, False)):
-        table, longest = query_tiles(intervals, 128, 128, False, first, last, 4.0)
+        table, longest = query_tiles(intervals, 128, 128, False, first, last, 4, 1)
         assert longest == 128 * int(table[:, 3].max())
         assert table[:, 0].tolist() == [256, 128, *([384] if first or last else []), 0]  # one step each: the last row first
         assert set((table[:, 1] & ~FINAL).tolist()) == {STARTS * first + ENDS * last}
-        assert table.dtype == torch.int32 and query_tiles(intervals, 128, 128, False, first, last, 4.0)[0] is table
+        assert table.dtype == torch.int32 and query_tiles(intervals, 128, 128, False, first, last, 4, 1)[0] is table
 
 
 def test_a_tile_starts_with_its_first_visit_and_ends_with_its_last_and_one_that_no_visit_sees_does_both_in_the_first():
@@ -129,26 +130,53 @@ def test_a_tile_starts_with_its_first_visit_and_ends_with_its_last_and_one_that_
 
 @pytest.mark.parametrize("cut", [True, False], ids=["cut", "whole"])
 def test_backward_programs_meet_each_query_of_their_keys_once_and_mask_all_that_not_all_keys_are_seen_by(cut):
-    rng, block_m, block_n, shared = random.Random(2), 4, 8, 0
+    rng, block_m, block_n, shared, odd = random.Random(2), 4, 8, 0, 0
     for _ in range(600):
         lo, hi = random_rows(rng, num_q := rng.randint(1, 60), num_k := rng.randint(1, 40))
         q_lo, q_hi = transpose(lo, hi, num_k)
-        rows, keys = torch.arange(num_q), torch.arange(num_k)
+        keys = torch.arange(num_k)
         allowed = (keys >= lo[:, None]) & (keys < hi[:, None])
-        items = runs(q_lo, q_hi, num_q, block_m, block_n, 1 if cut else None)
+        starts, stops = tile_rows([(q_lo, q_hi)], block_n, block_m, any_rows=cut, cost=1)
+        assert starts.tolist() == [0, *stops.tolist()][:-1] and int(stops[-1]) == num_k
+        odd += bool((starts % block_n != 0).any())
+        items = runs(q_lo, q_hi, starts, stops, num_q, block_m, block_n, 1 if cut else None)
+        tile_of = dict(zip(starts.tolist(), stops.tolist()))
+        for col0, a, b, c, d, _, _, stop in items.tolist():
+            seen = allowed[:, col0:stop].any(1).nonzero()[:, 0]
+            assert a == (int(seen[0]) if len(seen) else 0) or (items[:, 0] == col0).sum() > 1
         if cut:
             items = cut_long(items, block_m, rng.choice((1, 4)), rng.choice((1, 2)), rng.choice((2, 7, 50)))
-        met = torch.zeros_like(allowed, dtype=torch.int64)
-        for col0, a, b, c, d, _, shares, _ in items.tolist():
-            assert 0 <= a <= b <= c <= d and all(end % block_m == 0 for end in (a, b, c, d))
-            of_tile = slice(col0, col0 + block_n)
+        met = torch.zeros(num_q + block_m, num_k, dtype=torch.int64)
+        for col0, a, b, c, d, _, shares, stop in items.tolist():
+            assert 0 <= a <= b <= c <= d < num_q + block_m and all((end - a) % block_m == 0 for end in (b, c, d))
+            assert stop == tile_of[col0] and 0 < stop - col0 <= block_n
+            of_tile = slice(col0, stop)
             met[a:d, of_tile] += 1
-            assert b == c or (allowed[b:c, of_tile].all() and col0 + block_n <= num_k)
-            assert shares == ((items[:, 0] == col0).sum() > 1)
+            assert b == c or (allowed[b:c, of_tile].all() and stop - col0 == block_n)
+            # It writes block_n rows: where another program has some of them, it must add.
+            assert shares == ((items[:, 0] == col0).sum() > 1 or stop < min(col0 + block_n, num_k))
             shared += shares
-        assert set(items[:, 0].tolist()) == set(range(0, num_k, block_n))
+        assert set(items[:, 0].tolist()) == set(tile_of)
+        met = met[:num_q]
         assert met.max() <= 1 and bool((met[allowed] == 1).all())
-    assert bool(shared) == cut
+    assert bool(shared) == cut and (odd > 50) == cut
+
+
+def test_key_tiles_that_begin_with_documents_take_fewer_steps_and_fewer_of_them_masked():
+    rng = random.Random(5)
+    for _ in range(20):
+        lengths = torch.tensor([rng.randint(1, 3000) for _ in range(10)])
+        k_lo = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths).to(torch.int32)
+        rows = len(k_lo)
+        bounds = transpose(k_lo, torch.arange(1, rows + 1, dtype=torch.int32), rows)
+        found = []
+        for any_rows in (True, False):
+            items = runs(*bounds, *tile_rows([bounds], 128, 64, any_rows, cost=1), rows, 64, 128, 2)
+            found.append((int((items[:, 4] - items[:, 1]).sum()) // 64 + len(items),
+                          int((items[:, 4] - items[:, 1] - items[:, 3] + items[:, 2]).sum()) // 64))
+        (steps, masked), (steps_before, masked_before) = found
+        assert steps <= steps_before and masked <= masked_before
+    assert steps < 0.99 * steps_before and masked < 0.8 * masked_before
 
 
 def test_keys_of_two_documents_whose_queries_lie_apart_have_a_program_each_and_are_zeroed_before_both_add():
@@ -158,10 +186,10 @@ def test_keys_of_two_documents_whose_queries_lie_apart_have_a_program_each_and_a
     lo = torch.tensor([0] * 256 + [64] * 2256, dtype=torch.int32)
     hi = torch.tensor([64] * 2256 + [128] * 256, dtype=torch.int32)
     intervals = Intervals.from_host(lo, hi, q_lo, q_hi, "cpu")
-    items, shared, longest = key_items(intervals, 64, 128, 4, 1320, 132, cut=True, accumulate=False)
-    assert sorted(items[:, 1:5].tolist()) == [[0, 256, 256, 256], [2240, 2560, 2560, 2560]] and shared == slice(0, 128)
-    alone, none, whole = key_items(intervals, 64, 128, 4, 1320, 132, cut=False, accumulate=False)
-    assert alone[:, 1:5].tolist() == [[0, 2304, 2304, 2560]] and none is None and (longest, whole) == (320, 2560)
+    items, shared, longest, any_rows = key_items(intervals, 64, 128, 4, 1320, 132, cut=True, accumulate=False)
+    assert sorted(items[:, 1:5].tolist()) == [[0, 256, 256, 256], [2256, 2512, 2512, 2512]] and shared == slice(0, 128) and any_rows
+    alone, none, whole, _ = key_items(intervals, 64, 128, 4, 1320, 132, cut=False, accumulate=False)
+    assert alone[:, 1:5].tolist() == [[0, 2304, 2304, 2560]] and none is None and (longest, whole) == (256, 2560)
 
 
 def test_only_keys_that_programs_share_are_zeroed():
@@ -175,7 +203,7 @@ def test_only_keys_that_programs_share_are_zeroed():
         at = int((k_lo < n * 320).sum())
         seeing[at : at + 2048] = False
     intervals = Intervals.from_rows(k_lo, torch.where(seeing, k_lo + 320, k_lo), 8000, "cpu")
-    items, shared, _ = key_items(intervals, 64, 128, 4, 8, 132, cut=True, accumulate=False)
+    items, shared, *_ = key_items(intervals, 64, 128, 4, 8, 132, cut=True, accumulate=False)
     of_tile = items[items[:, 6] == 1, 0]
     assert 2 <= len(of_tile.unique()) < 20
     assert shared.tolist() == sorted({row for first in of_tile.tolist() for row in range(first, min(first + 128, 8000))})
@@ -201,7 +229,7 @@ def test_neighbours_run_together_and_the_gpu_is_busy_to_the_end(heads):
 
 def pieces(k_hi: torch.Tensor, heads: int, group: int = 1) -> torch.Tensor:
     rows = k_hi.shape[0]
-    items = runs(*transpose(torch.zeros_like(k_hi), k_hi, rows), rows, 64, 128, None)
+    items = runs(*(bounds := transpose(torch.zeros_like(k_hi), k_hi, rows)), *tile_rows([bounds], 128, 64), rows, 64, 128, None)
     return cut_long(items, 64, group, heads, 132)
 
 
@@ -221,3 +249,25 @@ def test_key_tiles_that_nobody_sees_have_a_program_only_where_they_are_written()
     intervals = Intervals.from_rows(torch.zeros_like(k_hi), k_hi, 256, "cpu")
     tiles = [key_items(intervals, 64, 128, 1, 132, 132, cut=False, accumulate=add)[0][:, 0].tolist() for add in (False, True)]
     assert tiles == [[0, 128], [0]]
+
+
+def test_items_that_are_drawn_one_ahead_never_end_later_than_in_the_usual_order_and_long_ones_among_short_ones_earlier():
+    rng, earlier = random.Random(6), 0
+    for _ in range(40):
+        long = [rng.randint(40, 60) for _ in range(10)]
+        costs = torch.tensor([cost for n in long for cost in (*[rng.randint(4, 18) for _ in range(rng.randint(1, 6))], n)])
+        order, usual = in_drawn_order(costs, 132, 32), in_order(costs, 132 / 32)
+        assert sorted(order.tolist()) == list(range(len(costs)))
+        ends = []
+        for found in (order, usual):
+            items = iter([int(costs[i]) for i in found for _ in range(32)])
+            ends.append(0)
+            ready = [(0, next(items)) for _ in range(132)]
+            while ready:  # takes up an item, draws the next
+                time, cost = heapq.heappop(ready)
+                ends[-1] = max(ends[-1], time + cost)
+                if (drawn := next(items, None)) is not None:
+                    heapq.heappush(ready, (time + cost, drawn))
+        assert ends[0] <= ends[1]
+        earlier += ends[0] < 0.95 * ends[1]
+    assert earlier > 10
