@@ -17,7 +17,8 @@ from ringflash.ring.plan import build_plan
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, DTYPE = 32, 8, 128, torch.bfloat16
 ROW_BYTES = NUM_KV_HEADS * 2 * HEAD_DIM * 2                 # of K and V of one row, in bf16
-LEAD_MS, LEAD_TFLOPS, LEAD_RUNS = 12.0, 700.0, 60            # of work before a sample, at about that speed, and kernels at most
+# Of work before a sample, at about that speed; kernels at most, as the host must keep ahead.
+LEAD_MS, LEAD_TFLOPS, LEAD_RUNS = 12.0, 700.0, 24
 Say = Callable[[dict], None]
 
 
