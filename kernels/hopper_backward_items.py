@@ -79,15 +79,26 @@ def runs(q_lo: Tensor, q_hi: Tensor, col0: Tensor, stop: Tensor, num_q: int, blo
     # The copy engine writes whole tiles: one that ends before the next one's rows adds zeros to these.
     adds = (~whole & (stop < q_lo.shape[0])).long()
     items, more = torch.stack((col0, a, b, c, d, zero, adds, stop), 1), []
-    # From the end, so that a tile's first record remains the one that is cut; it has no full part.
-    for tile, start, after in reversed(gaps if gap is not None else []):
-        first, begin, _, _, _, _, _, keys = items[tile].tolist()
-        before = begin - (begin - start) // block_m * block_m
-        if after - before > gap * block_m:
-            end = after - (after - int(hi[tile])) // block_m * block_m
-            more.append([first, after, end, end, end, 0, 1, keys])
-            items[tile, 2:5], items[tile, 6], hi[tile] = before, 1, start
+    # Each run has query tiles of its own, from its first query on; none has a full part. The first remains the tile's record, so that
+    # no other is cut.
+    begins: dict[int, int] = {}  # of a tile's last run, where it has several
+    for tile, start, after in gaps if gap is not None else []:
+        begin = begins.get(tile, int(a[tile]))
+        end = begin - (begin - start) // block_m * block_m
+        if after - end > gap * block_m:
+            _close(items, more, tile, begins.get(tile), end)
+            begins[tile] = after
+    for tile, begin in begins.items():
+        _close(items, more, tile, begin, begin - (begin - int(hi[tile])) // block_m * block_m)
     return torch.cat((items, torch.tensor(more, dtype=torch.int64).view(-1, RECORD)))
+
+
+def _close(items: Tensor, more: list[list[int]], tile: int, begin: int | None, end: int) -> None:
+    """A run of a tile ends: the first (None), which is in items, or another, which goes to `more`."""
+    if begin is None:
+        items[tile, 2:5], items[tile, 6] = end, 1
+    else:
+        more.append([int(items[tile, 0]), begin, end, end, end, 0, 1, int(items[tile, 7])])
 
 
 def _tiles(rows: Tensor, block_m: int) -> Tensor:

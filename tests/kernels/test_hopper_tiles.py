@@ -162,6 +162,32 @@ def test_backward_programs_meet_each_query_of_their_keys_once_and_mask_all_that_
     assert bool(shared) == cut and (odd > 50) == cut
 
 
+@pytest.mark.parametrize("group", [1, 4, 8, 16])
+def test_runs_of_one_key_tile_never_meet_a_query_twice(group):
+    """Documents of a few keys and many queries, of which few see anything: several runs in each key tile, of rows as they come."""
+    rng, several = random.Random(7), 0
+    for _ in range(60):
+        lo, hi, key = [], [], 0
+        for _ in range(rng.randint(2, 30)):
+            rows, keys = rng.randint(1, 400), rng.randint(1, 40)
+            blind = rng.randint(0, rows)
+            lo += [key] * rows
+            hi += [key] * blind + [key + keys] * (rows - blind)
+            key += keys
+        intervals = Intervals.from_rows(*(torch.tensor(x, dtype=torch.int32) for x in (lo, hi)), key, "cpu")
+        items, *_ = key_items(intervals, 64, 128, group, 1, 132, cut=True, accumulate=False)
+        met = torch.zeros(len(lo) + 64, key, dtype=torch.int64)
+        rows = torch.arange(met.shape[0])[:, None]
+        for col0, a, b, c, d, _, _, stop in items.tolist():
+            seen = (rows >= intervals.host_q_lo[col0:stop]) & (rows < intervals.host_q_hi[col0:stop]) | (rows >= b) & (rows < c)
+            met[a:d, col0:stop] += seen[a:d]
+        keys = torch.arange(key)
+        allowed = (keys >= intervals.host_k_lo[:, None]) & (keys < intervals.host_k_hi[:, None])
+        assert torch.equal(met[: len(lo)], allowed.long())
+        several += int((items[:, 0].unique(return_counts=True)[1] > 2).sum())
+    assert several > 10
+
+
 def test_key_tiles_that_begin_with_documents_take_fewer_steps_and_fewer_of_them_masked():
     rng = random.Random(5)
     for _ in range(20):
