@@ -2,7 +2,8 @@
 
 Both do the same floating-point operations, so the ratio is what cutting a call into W * (visits per rank) pieces and folding them
 costs: the part of a ring's overhead that no faster link can hide. Kernels alone, as in bench_balance: every visit with the block and
-intervals that a ring gives it, the backward with delta and fp32 gradients, no copies, no downcast, and no waiting for the host.
+intervals that a ring gives it, the backward with delta and fp32 gradients, no copies, no downcast, and no waiting for the host. And
+at the clocks of steady work, as there: a pass of one rank is repeated until that takes as long as one rank's of the whole.
 """
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import torch
 
 from ringflash import Layout, Mask
 from ringflash.kernels import dispatch
-from ringflash.launch.bench_balance import PASSES, RankKernels, difference, timed
+from ringflash.launch.bench_balance import MOST_TIMES, PASSES, RankKernels, difference, timed
 from ringflash.launch.bench_kernels import BACKWARD_FLOPS, Shape
 from ringflash.ring.plan import build_plan
 
@@ -44,10 +45,13 @@ def bench_ring(shape: Shape, device: torch.device, *, kernel: str, cp_size: int,
         except Exception as error:  # one layout that cannot run says why, and the others go on
             record["failure"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
     samples: dict[tuple[int, str], list[float]] = {}
+    whole = {pass_: sum(timed(alive[0][1][0], pass_, device).values()) for pass_ in PASSES} if alive else {}
+    times = {(index, pass_): _times(whole[pass_], ranks[0], pass_, device)
+             for index, (_, ranks) in enumerate(alive) for pass_ in PASSES}
     for turn in range(warmup + repeats):
         for index, (_, ranks) in enumerate(alive):
             for pass_ in PASSES:
-                ms = sum(sum(timed(kernels, pass_, device).values()) for kernels in ranks)
+                ms = sum(sum(timed(kernels, pass_, device, times[index, pass_]).values()) for kernels in ranks)
                 if turn >= warmup:
                     samples.setdefault((index, pass_), []).append(ms)
     median = {key: statistics.median(values) for key, values in samples.items()}
@@ -58,6 +62,13 @@ def bench_ring(shape: Shape, device: torch.device, *, kernel: str, cp_size: int,
             record |= {f"{pass_}_ms": ms, f"{pass_}_tflops": factor * shape.flops() / ms / 1e9,
                        f"{pass_}_ratio": median[0, pass_] / ms}
     return records
+
+
+def _times(whole_ms: float, kernels: RankKernels, pass_: str, device: torch.device) -> int:
+    """How often a pass is repeated in a sample."""
+    if device.type == "cpu":
+        return 1
+    return min(MOST_TIMES, max(1, round(whole_ms / sum(timed(kernels, pass_, device).values()))))
 
 
 def ranks_after_a_run(ranks: Sequence[RankKernels]) -> Sequence[RankKernels]:
