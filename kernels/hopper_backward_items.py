@@ -26,8 +26,9 @@ def key_items(
     intervals: Intervals, block_m: int, block_n: int, group: int, num_kv_total: int, sms: int, *, cut: bool, accumulate: bool,
 ) -> tuple[Tensor, Tensor | slice | None, int, bool]:
     """(int32 [items, RECORD] on the device, as `in_order`; the rows of the keys that programs share, or None; query rows of the
-    longest program; whether walks begin at any row, else at whole query tiles); kept with the intervals. group: query heads per kv head; num_kv_total: kv heads of all batches. cut: programs
-    may share rows of dk and dv. accumulate: all add to dk and dv, and key tiles that nobody sees need no program."""
+    longest program; whether walks begin at any row, else at whole query tiles); kept with the intervals. group: query heads per
+    kv head; num_kv_total: kv heads of all batches. cut: programs may share rows of dk and dv. accumulate: all add to dk and dv,
+    and key tiles that nobody sees need no program."""
     key = ("hopper", "key items", block_m, block_n, group, num_kv_total, sms, cut, accumulate)
     if key not in intervals.cache:
         bounds = intervals.host_q_lo, intervals.host_q_hi

@@ -243,8 +243,8 @@ def _closed(sees: np.ndarray, first: np.ndarray, stop: np.ndarray) -> np.ndarray
 
 
 def _of_own_keys(taken: np.ndarray, first: np.ndarray, stop: np.ndarray, num_keys: np.ndarray, most: float) -> list[tuple[int, int]]:
-    """Queries (first, stop) that share keys with no others, nor with any that is taken: documents that lie on this rank whole, the
-    largest first, of which all together have at most so many pairs. num_keys: of each query."""
+    """Queries (first, stop) that share keys with no other query of this rank, nor with any that is taken: whole documents, or all that
+    is here of one that goes on elsewhere, the largest first, of which all together have at most so many pairs. num_keys: of each query."""
     cuts = [0, *(np.flatnonzero(first[1:] >= stop[:-1]) + 1).tolist(), taken.shape[0]]
     alone = [(int(num_keys[a:b].sum(dtype=np.int64)), a, b) for a, b in zip(cuts, cuts[1:]) if not taken[a:b].any()]
     found = []

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ringflash.kernels import reference
 from ringflash.kernels.intervals import Intervals, turns
+from ringflash.tests.support.document_rows import documents
 from ringflash.tests.support.gluon_interpreter import interpreted, run
 
 INFINITY = float("inf")
@@ -55,21 +56,6 @@ def softmax_module() -> types.ModuleType:
 
 
 FORWARD = interpreted("hopper_forward", hopper_forward_softmax=softmax_module())
-
-
-def documents(rng: random.Random, num_q: int, num_k: int) -> tuple[Tensor, Tensor]:
-    """k_lo, k_hi int32 [num_q]: documents of which rows, keys or both are missing, causal, full or with a window."""
-    cuts = sorted(rng.randint(0, num_q) for _ in range(rng.randint(0, 5)))
-    lo, hi, key = [], [], 0
-    for first, stop in zip([0, *cuts], [*cuts, num_q]):
-        start, key = key, min(num_k, key + rng.choice((0, stop - first, rng.randint(0, num_k))))
-        kind = rng.choice(("full", "causal", "window"))
-        for i in range(stop - first):
-            end = key if kind == "full" else min(key, start + i + 1)
-            lo.append(min(max(start, end - 150) if kind == "window" else start, end))
-            hi.append(end)
-        key = min(num_k, key + rng.choice((0, 0, rng.randint(0, num_k // 4))))
-    return torch.tensor(lo, dtype=torch.int32), torch.tensor(hi, dtype=torch.int32)
 
 
 def forward(head_dim: int, visits: list, q: Tensor, blocks: list, *, by_turns: bool, sinks: bool, programs: int, softcap: float):

@@ -107,7 +107,7 @@ def test_own_rows_that_are_copied_are_those_that_such_queries_see_and_two_fifths
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_queries_that_go_along_are_those_of_whole_documents_and_at_most_a_quarter_of_the_pairs(size):
+def test_queries_that_go_along_share_no_keys_with_others_of_the_rank_and_have_a_quarter_of_the_pairs_at_most(size):
     many = 0
     for plan in plans(size):
         for rank in with_own_keys(plan):

@@ -12,6 +12,7 @@ import itertools
 import sys
 import threading
 import types
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,12 @@ class Memory:
     def permute(self, order: tuple[int, ...]) -> Memory:
         return Memory(self.data.permute(order))
 
+    def slice(self, start: Any, length: int, dim: int = 0) -> Memory:
+        return Memory(self.data.narrow(dim, int(start), length))
+
+    def reshape(self, shape: list[int]) -> Memory:
+        return Memory(self.data.reshape(shape))
+
     def load(self, layout: Any = None) -> Tensor:
         return self.data.clone()
 
@@ -84,7 +91,8 @@ class Barriers:
 
 
 class Descriptor:
-    """A tensor map: blocks of x, zero outside it; stores stay inside."""
+    """A tensor map: blocks of x, zero outside it; stores stay inside. Rows begin at whole 16 bytes (from others a GPU stops with an
+    illegal instruction)."""
 
     def __init__(self, x: Tensor, block: tuple[int, ...]):
         self.x, self.block, self.dtype, self.layout = x, block, x.dtype, None
@@ -92,6 +100,7 @@ class Descriptor:
 
     def _inside(self, at: list[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
         """Where the block lies in x, and where that part lies in the block."""
+        assert int(at[-1]) * self.x.element_size() % 16 == 0, "the copy engine reads from whole 16 bytes on"
         start = [max(0, int(i)) for i in at]
         stop = [max(a, min(int(i) + n, size)) for i, n, size, a in zip(at, self.block, self.x.shape, start)]
         of_x = tuple(slice(min(a, size), min(b, size)) for a, b, size in zip(start, stop, self.x.shape))
@@ -106,6 +115,10 @@ class Descriptor:
     def write(self, at: list[int], block: Tensor) -> None:
         of_x, of_block = self._inside(at)
         self.x[of_x] = block[of_block]
+
+    def add(self, at: list[int], block: Tensor) -> None:
+        of_x, of_block = self._inside(at)
+        self.x[of_x] += block[of_block]
 
 
 def _tensor(x: Any) -> Tensor:
@@ -174,8 +187,17 @@ def _tma_load(desc: Descriptor, at: list, barrier: Barrier, memory: Memory) -> N
 def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
     if layout == "barrier":
         return Barriers(shape[0])
-    fill = float("nan") if dtype.is_floating_point else -(1 << 30)
+    fill = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min // 2
     return Memory(torch.full(shape, fill, dtype=dtype))
+
+
+def _reinterpret(memory: Memory, dtype: torch.dtype, shape: list[int], layout: Any) -> Memory:
+    data = memory.data if memory.dtype == dtype else memory.data.view(-1).view(dtype)
+    return Memory(data.view(shape))
+
+
+def _full(shape: list[int], x: Any, dtype: torch.dtype, layout: Any = None) -> Tensor:
+    return torch.full(shape, float(x) if dtype.is_floating_point else int(x), dtype=dtype)
 
 
 def _ignored(*_args: Any, **_kwargs: Any) -> None:
@@ -193,25 +215,35 @@ class _Constant:
         return value
 
 
+class _Layout:
+    """A layout that nobody asks for anything."""
+
+    def __new__(cls, *_args: Any, **_kwargs: Any) -> Any:
+        return None
+
+    get_default_for = staticmethod(_ignored)
+
+
 def shim() -> types.ModuleType:
     """What stands in for kernels/gluon_shim.py."""
     gl = types.SimpleNamespace(
         constexpr=_Constant, float32=torch.float32, int32=torch.int32, int64=torch.int64, int16=torch.int16,
         bfloat16=torch.bfloat16, float16=torch.float16, to_tensor=lambda x: _tensor(x), static_range=range, static_assert=_ignored,
         arange=lambda a, b, layout=None: torch.arange(a, b, dtype=torch.int32),
-        full=lambda shape, x, dtype, layout=None: torch.full(shape, x, dtype=dtype),
+        full=_full, exp2=torch.exp2, abs=torch.abs, expand_dims=torch.unsqueeze, broadcast=torch.broadcast_tensors,
         zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype), full_like=torch.full_like,
         where=lambda c, a, b: torch.where(_tensor(c), _tensor(a), _tensor(b)), sum=lambda x, axis: x.sum(axis).to(x.dtype),
         max=lambda x, axis: x.amax(axis), log2=torch.log2, maximum=lambda a, b: torch.maximum(_tensor(a), _tensor(b)),
         minimum=lambda a, b: torch.minimum(_tensor(a), _tensor(b)), convert_layout=lambda x, layout: x, load=_load, store=_store,
         atomic_add=_atomic_add, program_id=lambda axis: torch.tensor(_program.index), num_programs=lambda axis: _program.count,
         allocate_shared_memory=_allocate, warp_specialize=_warp_specialize, BlockedLayout=_ignored, SliceLayout=_ignored,
-        NVMMADistributedLayout=_ignored, DotOperandLayout=_ignored, NVMMASharedLayout=_ignored, SwizzledSharedLayout=_ignored)
+        NVMMADistributedLayout=_ignored, DotOperandLayout=_ignored, NVMMASharedLayout=_Layout, SwizzledSharedLayout=_ignored)
     module = types.ModuleType("gluon_shim")
     module.__dict__.update(
         gl=gl, gluon=types.SimpleNamespace(jit=_jit), fence_async_shared=_ignored, tma_load=_tma_load,
-        tma_store=lambda desc, at, memory: desc.write(at, memory.data.view(desc.block)), tma_store_wait=_ignored,
-        reinterpret=lambda memory, dtype, shape, layout: Memory(memory.data.view(shape)), warpgroup_mma=_mma,
+        tma_store=lambda desc, at, memory: desc.write(at, memory.data.reshape(desc.block)), tma_store_wait=_ignored,
+        tma_reduce_add=lambda desc, at, memory: desc.add(at, memory.data.reshape(desc.block)),
+        reinterpret=_reinterpret, warpgroup_mma=_mma,
         warpgroup_mma_wait=lambda pending, deps: deps[0] if len(deps) == 1 else tuple(deps),
         describe=lambda x, block, swizzled=True: Descriptor(x, block),
         mbarrier=types.SimpleNamespace(
@@ -231,12 +263,12 @@ def interpreted(name: str, **stand_ins: types.ModuleType) -> types.ModuleType:
     return importlib.import_module(f"{package.__name__}.{name}")
 
 
-def run(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
-    """kernel[grid](**arguments), one program after the other. Tensors among the arguments become pointers to their elements; those
-    that are written must be contiguous."""
+def run(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], order: Sequence[int] | None = None) -> None:
+    """kernel[grid](**arguments), one program after the other, in `order` where it is given. Tensors among the arguments become
+    pointers to their elements; those that are written must be contiguous."""
     given = {name: Pointer(x.view(-1) if x.is_contiguous() else x.reshape(-1)) if isinstance(x, Tensor) else x
              for name, x in arguments.items()}
     _program.count = grid[0]
-    for index in range(grid[0]):
+    for index in range(grid[0]) if order is None else order:
         _program.index = index
         kernel(**given)
