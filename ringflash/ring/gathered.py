@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 Chunks = Sequence[tuple[int, int, int]]  # of a shard: positions (start, stop, stride), in order
 Run = tuple[int, int, int]  # owner, first and stop row of its block
 _RUNS_PER_BLOCK = 16  # more, on average, and each block travels as one message, and is one visit
-_LEAST_ALONE = 0.4  # of a rank's pairs, which must be left to step 0 when own keys move to step 1: they hide the exchange
+# What must be left to step 0 when own keys move to step 1, to hide the exchange: half of a rank's pairs; or less, down to _LEAST_ALONE,
+# where that is so many for each row that arrives (4 query heads per KV head: 620 TFLOP/s on documents, 350 GB/s by copies, on H200s).
+_ALONE, _LEAST_ALONE, _PAIRS_PER_ROW = 0.5, 0.4, 450
 _FILL = 0.25  # of the pairs of such a visit: what is added of queries that read own keys alone
 
 _gathered = BoundedCache(max_weight=256)
@@ -203,7 +205,8 @@ def _with_own_keys(plan: Plan, own: Visit, gathered: GatheredVisit) -> tuple[Own
     ends = plan.bounds(own.rank, own.part)
     taken = _closed(k_lo < k_hi, *ends)
     num_pairs = own.num_pairs + gathered.num_pairs
-    spare = OwnVisit(own, ~taken).num_pairs - _LEAST_ALONE * num_pairs
+    least = min(_ALONE * num_pairs, max(_LEAST_ALONE * num_pairs, _PAIRS_PER_ROW * gathered.num_rows))
+    spare = OwnVisit(own, ~taken).num_pairs - least
     if spare < 0:
         return None
     own_lo, own_hi, *_ = own.intervals()

@@ -85,7 +85,7 @@ def test_each_allowed_pair_is_computed_once_in_the_forward_and_once_in_the_backw
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_own_rows_that_are_copied_are_those_that_such_queries_see_and_two_fifths_of_the_pairs_stay_in_step_0(size):
+def test_own_rows_that_are_copied_are_those_that_such_queries_see_and_half_of_the_pairs_stay_in_step_0(size):
     for plan in plans(size):
         for rank in with_own_keys(plan):
             alone, together = (visits_of(plan, rank, step, "forward")[0] for step in (0, 1))
@@ -101,9 +101,27 @@ def test_own_rows_that_are_copied_are_those_that_such_queries_see_and_two_fifths
                 assert (place[first:end] == -1).all()
                 place[first:end] = plan.layout_k.positions(owner)[start:stop]
             assert np.array_equal(place, together.positions) and (np.diff(place) > 0).all()
-            assert together.num_own_rows == sum(stop - start for start, stop, _ in together.own) <= owned.size
+            assert together.num_own_rows == sum(stop - start for start, stop, _ in together.own) < owned.size
             assert np.array_equal(positions_of(plan, alone), owned)
-            assert alone.num_pairs >= 0.4 * (alone.num_pairs + together.num_pairs)
+            assert 2 * alone.num_pairs >= alone.num_pairs + together.num_pairs
+
+
+def test_less_than_half_of_the_pairs_stay_in_step_0_only_where_they_hide_what_arrives():
+    """Packed documents of 128k tokens on 8 ranks: step 0 at 620 TFLOP/s lasts as long as the rows that arrive at 350 GB/s, with 32 query and
+    8 KV heads of 128 in bf16 (what H200s were measured at)."""
+    fewer = 0
+    for sigma in (1.0, 1.5):
+        for seed in range(4):
+            mask = Mask(cu_seqlens=bench_balance.lognormal_documents(131072, sigma, seed))
+            plan = build_plan(mask, Layout("balanced", 131072, 8, mask))
+            for rank in with_own_keys(plan) if plan.routing == "allgather" else ():
+                alone, together = (visits_of(plan, rank, step, "forward")[0] for step in (0, 1))
+                share = alone.num_pairs / (alone.num_pairs + together.num_pairs)
+                rows = together.num_rows - together.num_own_rows
+                hidden = alone.num_pairs * 4 * 128 * 32 / 620e12 >= rows * 2 * 8 * 128 * 2 / 350e9
+                assert share >= 0.5 or (share >= 0.4 and hidden)
+                fewer += share < 0.5
+    assert fewer > 4
 
 
 @pytest.mark.parametrize("size", SIZES)
