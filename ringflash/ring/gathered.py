@@ -29,7 +29,7 @@ _RUNS_PER_BLOCK = 16  # more, on average, and each block travels as one message,
 # What must be left to step 0 when own keys move to step 1, to hide the exchange: half of a rank's pairs; or less, down to _LEAST_ALONE,
 # where that is so many for each row that arrives (4 query heads per KV head: 620 TFLOP/s on documents, 350 GB/s by copies, on H200s).
 _ALONE, _LEAST_ALONE, _PAIRS_PER_ROW = 0.5, 0.4, 450
-_FILL = 0.25  # of the pairs of such a visit: what is added of queries that read own keys alone
+_FILL, _MOST_FILLERS = 0.25, 16  # of the pairs of such a visit: what is added of queries that read own keys alone; each run is a copy
 
 _gathered = BoundedCache(max_weight=256)
 
@@ -252,7 +252,7 @@ def _of_own_keys(taken: np.ndarray, first: np.ndarray, stop: np.ndarray, num_key
     alone = [(int(num_keys[a:b].sum(dtype=np.int64)), a, b) for a, b in zip(cuts, cuts[1:]) if not taken[a:b].any()]
     found = []
     for pairs, a, b in sorted(alone, key=lambda run: (-run[0], run[1])):
-        if 0 < pairs <= most:
+        if 0 < pairs <= most and len(found) < _MOST_FILLERS:
             found.append((a, b))
             most -= pairs
     return found
