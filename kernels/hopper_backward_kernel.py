@@ -80,15 +80,16 @@ def backward_kernel(
     dq_empty = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
     done = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
     mbarrier.init(kv_full.index(0), count=1)
-    mbarrier.init(dq_empty.index(0), count=1)
     mbarrier.init(done.index(0), count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
-    for i in gl.static_range(2):
-        mbarrier.init(ds_full.index(i), count=2)
-        mbarrier.init(ds_empty.index(i), count=2)
-        mbarrier.init(dq_full.index(i), count=1)
+    if WITH_DQ:  # else Triton gives what is not used later to the partitions' arguments, which are written right behind
+        mbarrier.init(dq_empty.index(0), count=1)
+        for i in gl.static_range(2):
+            mbarrier.init(ds_full.index(i), count=2)
+            mbarrier.init(ds_empty.index(i), count=2)
+            mbarrier.init(dq_full.index(i), count=1)
     fence_async_shared()
     gl.warp_specialize([
         (consumer, (

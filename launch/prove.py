@@ -101,7 +101,9 @@ def gpu_parts(gpus: int, has_hopper: bool, memory_gib: float = 0.0) -> list[Part
     ]
     sanitizer = find_sanitizer()
     if sanitizer and has_hopper:
-        beside.append(Part("memcheck", 240, (sanitizer, "--tool", "memcheck", sys.executable, str(LAUNCH / "sanitize.py"))))
+        for tool, limit_s, more in (("memcheck", 240, ()), ("racecheck", 400, ("--for-racecheck",))):
+            script = sys.executable, str(LAUNCH / "sanitize.py")
+            beside.append(Part(tool, limit_s, (sanitizer, "--tool", tool, "--error-exitcode", "9", *script, *more)))
     if gpus > 1:
         alone += [
             pytest_part("tests-copy", 300, "tests/gpu/test_copy_gpu.py", alone=True),

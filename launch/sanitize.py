@@ -1,12 +1,14 @@
 """Kernels at small shapes, every kind of step once, to be watched by a sanitizer; also judged against `reference`.
 
-    compute-sanitizer --tool memcheck python launch/sanitize.py                 # the hopper kernels (needs such a GPU)
-    compute-sanitizer --tool memcheck python launch/sanitize.py --kernel triton
-    python launch/sanitize.py --device cpu --kernel cpu                         # the script itself
+    compute-sanitizer --tool memcheck --error-exitcode 9 python launch/sanitize.py    # the hopper kernels (needs such a GPU)
+    compute-sanitizer --tool memcheck --error-exitcode 9 python launch/sanitize.py --kernel triton
+    compute-sanitizer --tool racecheck --error-exitcode 9 python launch/sanitize.py --for-racecheck
+    python launch/sanitize.py --device cpu --kernel cpu                               # the script itself
 
 One visit and two (the second folds), forward and backward, causal, window, full with softcap, rows that see nothing; heads of
-64, 128 and 256; bf16 and fp16; deterministic and not. racecheck reports writes of the scheduler's record and of Triton's own word
-of warp specialisation: it does not follow the barriers between them (README, Limits).
+64, 128 and 256; bf16 and fp16; deterministic and not. --for-racecheck: the same kernels with two orders written out that racecheck
+does not follow (sanitize_racecheck.py); without it, it reports correct ones, as it does `--probe ordered`, which hands records from
+warp to warp. `--probe reader-early` and `--probe writer-early` are races, which it must report in either case.
 """
 from __future__ import annotations
 
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from ringflash.kernels import dispatch, reference
 from ringflash.kernels.intervals import Intervals
+from ringflash.launch import sanitize_racecheck
 from ringflash.tests.support.triton_cases import BOUNDS
 
 ALLOWED = 3e-2  # of the largest element: a smoke test, the budgets are check.py's
@@ -66,7 +69,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add_argument("--kernel", default="hopper")
     options.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     options.add_argument("--head-dims", default="64,128,256")
+    options.add_argument("--for-racecheck", action="store_true")
+    options.add_argument("--probe", choices=("ordered", "reader-early", "writer-early"))
     options = options.parse_args(argv)
+    if options.for_racecheck:
+        sanitize_racecheck.install()
+    if options.probe:
+        from ringflash.launch import sanitize_probes
+
+        right = sanitize_probes.run(options.probe, torch.device(options.device))
+        print(f"sanitize: probe {options.probe}, {'as it should be' if right else 'WRONG'}")
+        return _verdict(right, options.for_racecheck)
     generator, worst = torch.Generator().manual_seed(0), 0.0
     for head_dim in map(int, options.head_dims.split(",")):
         for dtype in (torch.bfloat16, torch.float16):
@@ -86,7 +99,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"D={head_dim} {str(dtype)[6:]} {rows}x{keys} {heads}/{kv_heads} {bounds}, {visits} visits, "
                       f"softcap {softcap}: {error:.1e}", flush=True)
     print(f"sanitize: {options.kernel}, largest error {worst:.1e} of the largest element, allowed {ALLOWED:.0e}")
-    return 0 if worst < ALLOWED else 1
+    return _verdict(worst < ALLOWED, options.for_racecheck)
+
+
+def _verdict(right: bool, for_racecheck: bool) -> int:
+    if for_racecheck:
+        print(f"sanitize: {sanitize_racecheck.rewritten} kernels compiled for racecheck now, others came from the cache")
+    return 0 if right else 1
 
 
 def relative(found: Tensor, exact: Tensor) -> float:
