@@ -70,7 +70,7 @@ def gpu_parts(gpus: int, has_hopper: bool, memory_gib: float = 0.0) -> list[Part
     """In the order in which they start: what compiles most first, since the cache of kernels is everybody's. memory_gib: of one
     GPU."""
     kernels = ["hopper", "triton"] if has_hopper else ["triton"]
-    tests = {"hopper": "tests/gpu/test_hopper_gpu.py tests/gpu/test_hopper_backward_gpu.py",
+    tests = {"hopper": "tests/gpu/test_hopper_gpu.py tests/gpu/test_hopper_backward_gpu.py tests/gpu/test_racecheck_gpu.py",
              "triton": "tests/gpu/test_triton_gpu.py"}
     ranks = "check.py --quick --delays --dtypes bf16"
     beside, alone = [], []
@@ -101,7 +101,7 @@ def gpu_parts(gpus: int, has_hopper: bool, memory_gib: float = 0.0) -> list[Part
     ]
     sanitizer = find_sanitizer()
     if sanitizer and has_hopper:
-        for tool, limit_s, more in (("memcheck", 240, ()), ("racecheck", 400, ("--for-racecheck",))):
+        for tool, limit_s, more in (("memcheck", 300, ()), ("racecheck", 400, ("--for-racecheck",))):
             script = sys.executable, str(LAUNCH / "sanitize.py")
             beside.append(Part(tool, limit_s, (sanitizer, "--tool", tool, "--error-exitcode", "9", *script, *more)))
     if gpus > 1:

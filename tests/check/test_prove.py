@@ -84,7 +84,7 @@ def test_what_a_sanitizer_watches_is_right_in_every_step(capsys):
     from ringflash.launch import sanitize
 
     assert sanitize.main(["--device", "cpu", "--kernel", "cpu", "--head-dims", "64"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2 * len(sanitize.SHAPES) + 1
+    assert len(capsys.readouterr().out.splitlines()) == 2 * len(sanitize.PROBLEMS) + 1
     assert sanitize.relative(torch.tensor([1.0, float("nan")]), torch.tensor([1.0, 2.0])) == float("inf")
 
 
@@ -93,3 +93,18 @@ def test_a_kernel_that_cannot_run_here_is_refused_in_a_line(capsys):
 
     assert sanitize.main(["--device", "cpu", "--kernel", "hopper"]) == 2
     assert "hopper" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments, word", [
+    (["--device", "cpu", "--probe", "ordered"], "hopper"), (["--device", "cpu", "--kernel", "cpu", "--for-racecheck"], "--device cuda"),
+    (["--device", "cpu", "--kernel", "cpu", "--head-dims", "64,"], "--head-dims 64,"), (["--head-dims", "0"], "--head-dims 0"),
+    (["--device", "cpu", "--probe", "late"], "late"),
+])
+def test_what_cannot_be_watched_is_refused_in_a_line(arguments, word, capsys):
+    from ringflash.launch import sanitize
+
+    try:
+        assert sanitize.main(arguments) == 2
+    except SystemExit as end:
+        assert end.code == 2
+    assert word in capsys.readouterr().err.strip().split("\n")[-1]

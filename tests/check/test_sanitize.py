@@ -17,9 +17,16 @@ SMALL = """\
 .visible .entry kernel()
 {
 $L__func_begin0:
+	mov.u32 	%r9, %tid.x;
+	and.b32 	%r8, %r9, 127;
+	and.b32 	%r7, %r9, 31;
+	setp.eq.b32 	%p1, %r8, 0;
+	setp.eq.b32 	%p2, %r7, 0;
 	@%p1 mbarrier.init.shared::cta.b64 [%r1], 3;
 	bar.sync 	0, 128;
 	@%p1 mbarrier.arrive.shared::cta.b64 _, [%r1];
+	bra.uni 	$L__BB0_1;
+$L__BB0_1:
 	bar.warp.sync 	-1;
 	@%p2 mbarrier.arrive.shared::cta.b64 _, [%r1];
 	@%p2 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r2], 512;
@@ -85,8 +92,24 @@ def test_a_small_kernel_is_rewritten_as_expected():
     assert "barrier.sync \t1;" in made
 
 
+def test_a_barrier_whose_number_is_in_a_register_may_be_any():
+    made = sanitize_racecheck.followed(SMALL.replace("bar.sync \t0, 128;", "bar.sync \t%r5, 128;"))
+    assert "mad.lo.u32 address, %r5, 8, address;" in made and "mbarrier.arrive.shared::cta.b64 _, [address];" in made
+    assert re.findall(r"@first mbarrier\.init\.shared::cta\.b64 \[racecheck_smem\+(\d+)\], 128;", made) == [
+        str(8 * number) for number in range(16)]
+
+
 @pytest.mark.parametrize("old, new, word", [
-    ("bar.warp.sync \t-1;", "bra $L__BB0_1;", "an arrival of None threads"),
+    ("bar.warp.sync \t-1;", "bra $L__BB0_2;", "an arrival of None threads"),
+    # between the barrier and the arrival: an access that the others' arrivals would order too; a smaller barrier
+    ("bar.sync \t0, 128;", "bar.sync \t0, 128;\n\tst.shared.b32 \t[%r3], 1;", "an arrival of None threads"),
+    ("bar.sync \t0, 128;", "bar.sync \t0, 128;\n\t@%p1 ld.shared.v4.b32 \t{%r3}, [%r4];", "an arrival of None threads"),
+    ("bar.sync \t0, 128;", "bar.sync \t0, 128;\n\tbar.warp.sync \t-1;", "an arrival of 0 threads"),
+    # not the group's first thread, or not known to be
+    ("and.b32 \t%r8, %r9, 127;", "and.b32 \t%r8, %r9, 31;", "by who knows which"),
+    ("setp.eq.b32 \t%p1, %r8, 0;", "and.pred \t%p1, %p3, %p4;", "by who knows which"),
+    ("setp.eq.b32 \t%p1, %r8, 0;", "setp.eq.b32 \t%p1, %r8, 0;\n\tsetp.eq.b32 \t%p1, %r6, 0;", "by who knows which"),
+    ("mov.u32 \t%r9, %tid.x;", "mov.u32 \t%r9, %tid.y;", "by who knows which"),
     ("bar.sync \t0, 128;", "bar.sync \t0, 96;", "an arrival of 96 threads"),
     ("_, [%r1];", "_, [%r1], 2;", "of a known form"),
     ("barrier.sync \t1;", "barrier.sync \t1, 256;", "a barrier of an unknown form"),
@@ -105,12 +128,12 @@ def test_triton_compiles_what_was_rewritten(monkeypatch, tmp_path):
 
     from ringflash.tests.support.gluon_compile import compiled
 
-    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path / "cache"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))  # which is also what triton writes
     monkeypatch.setattr(knobs.runtime, "add_stages_inspection_hook", None)
     monkeypatch.setattr(sanitize_racecheck, "rewritten", 0)
     assert "racecheck_smem" not in compiled(*kernel_of("probe")).asm["ptx"]
     sanitize_racecheck.install()
-    assert knobs.cache.dir == f"{tmp_path / 'cache'}-racecheck"
+    assert re.fullmatch(re.escape(f"{tmp_path / 'cache'}-racecheck-") + "[0-9a-f]{12}", knobs.cache.dir), "of this rewriting alone"
     assert "racecheck_smem" in compiled(*kernel_of("probe")).asm["ptx"]
     assert sanitize_racecheck.rewritten == 1
 
