@@ -101,7 +101,7 @@ def gpu_parts(gpus: int, has_hopper: bool, memory_gib: float = 0.0) -> list[Part
     ]
     sanitizer = find_sanitizer()
     if sanitizer and has_hopper:
-        for tool, limit_s, more in (("memcheck", 300, ()), ("racecheck", 400, ("--for-racecheck",))):
+        for tool, limit_s, more in (("memcheck", 300, ()), ("racecheck", 600, ("--for-racecheck",))):
             script = sys.executable, str(LAUNCH / "sanitize.py")
             beside.append(Part(tool, limit_s, (sanitizer, "--tool", tool, "--error-exitcode", "9", *script, *more)))
     if gpus > 1:

@@ -1,19 +1,22 @@
 """Kernels at small shapes, every kind of step once, to be watched by a sanitizer; also judged against `reference`.
 
-    compute-sanitizer --tool memcheck --error-exitcode 9 python launch/sanitize.py    # the hopper kernels (needs such a GPU)
+    compute-sanitizer --tool memcheck --error-exitcode 9 python launch/sanitize.py   # the hopper kernels (needs such a GPU)
     compute-sanitizer --tool memcheck --error-exitcode 9 python launch/sanitize.py --kernel triton
     compute-sanitizer --tool racecheck --error-exitcode 9 python launch/sanitize.py --for-racecheck
-    python launch/sanitize.py --device cpu --kernel cpu                               # the script itself
+    python launch/sanitize.py --device cpu --kernel cpu                              # the script itself
 
 One visit and two (the second folds), forward and backward, causal, window, full with softcap, rows that see nothing; heads of
-64, 128 and 256; bf16 and fp16; deterministic and not; on all multiprocessors, and on two, so that a program goes from tile to tile,
-uses its buffers again and, where queries are large, does tiles again by maxima. --for-racecheck: the same kernels with two orders written out that racecheck
-does not follow (sanitize_racecheck.py); without it, it reports correct ones, as it does `--probe ordered`, which hands records from
-warp to warp. `--probe reader-early` and `--probe writer-early` are races, which it must report in either case.
+64, 128 and 256; bf16 and fp16; deterministic and not; and the forward on two multiprocessors, so that a program goes from tile to
+tile, uses its buffers again and, where queries are large, does tiles again by maxima.
+
+--for-racecheck: the same kernels with two orders written out that racecheck does not follow (sanitize_racecheck.py). Without it,
+it reports correct ones, as it does `--probe ordered`, which hands records from warp to warp; `--probe reader-early` and
+`--probe writer-early` are races, which it must report in either case.
 """
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -120,8 +123,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         backends = [dispatch.select(kernel, device=device, dtype=dtype, head_dim=head_dim) for head_dim in head_dims
                     for dtype in DTYPES]
-        if options.for_racecheck and device.type != "cuda":
-            raise ValueError("--for-racecheck needs --device cuda")
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise RuntimeError("no GPU is available")
+        if options.for_racecheck and (device.type != "cuda" or importlib.util.find_spec("triton") is None):
+            raise ValueError("--for-racecheck needs --device cuda and the triton package")
     except (ValueError, RuntimeError) as error:
         print(f"sanitize: {error}", file=sys.stderr)
         return 2

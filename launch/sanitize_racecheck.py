@@ -1,13 +1,13 @@
 """Orders that racecheck (2025.3) does not follow, written out for it in the PTX of the same kernels. See Note [Racecheck].
 
-1. A group meets in a barrier, then one of its threads arrives at an mbarrier for all: taken for the order of that one thread's
+1. A group meets in a barrier, then one of its threads arrives at an mbarrier for all: taken for the order of that thread's
    accesses. Here each thread arrives, and 128 arrivals stand for one. (One that also announces bytes, `expect_tx`, arrives 1 + 127
    times: it orders no more than its own accesses, then as before.)
 2. After a barrier of some of a CTA's threads, one of all, `__syncthreads` included, orders nothing. Here a barrier of some is an
    mbarrier at which they arrive and wait.
 
-The same threads meet at the same places as before: nothing is ordered that was not. So an arrival is rewritten only where a barrier
-of its group stands right before it, with no access to shared memory in between, and its thread is the group's first.
+The same threads meet at the same places as before: nothing is ordered that was not. So an arrival is rewritten only where a
+barrier of its group stands before it with nothing but arithmetic in between, and its thread is the group's first.
 """
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ _SOME = re.compile(r"\bbar(rier)?(\.cta)?\.(sync|arrive|red)\S*\s+[^;]*,")
 _ARRIVE = re.compile(r"@(%p\d+) (mbarrier\.arrive\.shared(?:::cta)?\.b64 _, \[[^\]]+\]);")
 _EXPECT = re.compile(r"(@%p\d+) mbarrier\.arrive\.expect_tx\.shared(?:::cta)?\.b64 _, (\[[^\]]+\]), \d+;")
 _INIT = re.compile(r"(mbarrier\.init\.shared(?:::cta)?\.b64 \[[^\]]+\]), (\d+);")
-_SHARED = re.compile(r"^\s*(@!?%p\d+ )?((ld|st|atom|red)\.(\w+\.)*shared|(ld|st)matrix)\b")
+_WARP = re.compile(r"^\s*bar\.warp\.sync\s+-1;\s*$")
+# What may stand between a barrier and its arrival: arithmetic on registers, and what is no instruction.
+_HARMLESS = re.compile(
+    r"^\s*((add|sub|mad|mul|shl|shr|and|or|xor|not|mov|setp|selp)(\.\w+)+\s+%[^;\[\]]*;)?\s*(//.*)?$"
+    r"|^\s*\.loc\s|^\$L__tmp\d+:$")
 _BEGIN = "$L__func_begin0:"
 
 _MEETING = """\
@@ -59,17 +63,14 @@ rewritten = 0  # kernels
 
 
 def followed(ptx: str) -> str:
-    """The kernel's PTX with both orders written out. A thread must meet with one group only, as in Triton's partitions (else the
-    kernel waits for ever).
+    """The kernel's PTX with both orders written out. A thread meets with one group only, as in Triton's partitions (not checked).
 
     Raises ValueError for PTX in which it does not know who arrives: another Triton may write it in another way.
     """
     source = ptx.split("\n")
-    lines, group, known, groups = [], None, 0, {}
+    lines, group, known, started, groups = [], None, 0, 0, {}
     for line in source:
-        if line.startswith("$L__BB") or "bra" in line or _SHARED.match(line):
-            group = None
-        elif "bar.warp.sync" in line:
+        if _WARP.match(line):
             group = 32 if group in (None, 32) else 0
         elif met := _MEET.match(line):
             number, group = met.group(1), int(met.group(2))
@@ -87,10 +88,15 @@ def followed(ptx: str) -> str:
             known += 1
             line += f"\n\t{one.group(1)} mbarrier.arrive.shared::cta.b64 _, {one.group(2)}, {FOR_ALL - 1};"
         elif start := _INIT.search(line):
+            started += 1
             line = f"{line[:start.start()]}{start.group(1)}, {int(start.group(2)) * FOR_ALL};{line[start.end():]}"
+        elif not _HARMLESS.match(line):
+            group = None
         lines.append(line)
     if known != ptx.count("mbarrier.arrive"):
         raise ValueError(f"{ptx.count('mbarrier.arrive')} arrivals, of which {known} are of a known form")
+    if started != ptx.count("mbarrier.init"):
+        raise ValueError(f"{ptx.count('mbarrier.init')} mbarriers, of which {started} are initialised in a known form")
     if left := [line for line in lines if _SOME.search(line)]:
         raise ValueError(f"a barrier of an unknown form: {left[0].strip()}")
     if lines.count(_BEGIN) != 1:
@@ -128,7 +134,12 @@ def _check_first_of(predicate: str, group: int, source: Sequence[str]) -> None:
 
 
 def _definition(register: str, source: Sequence[str]) -> str:
-    found = [line for line in source if re.match(rf"\s*[a-z][\w.:]*\s+{register}, ", line)]
+    """The one instruction that writes it."""
+    found = []
+    for line in source:
+        written = re.match(r"\s*(?:@!?%p\d+\s+)?[a-z][\w.:]*\s+(\{[^}]*\}|[^,]*),", line)
+        if written and re.search(rf"{register}\b", re.sub(r"\[[^\]]*\]", "", written.group(1))):
+            found.append(line)
     return found[0] if len(found) == 1 else f"{register} is written {len(found)} times"
 
 
@@ -144,8 +155,9 @@ def install() -> None:
         plain = stages["ptx"]
         stages["ptx"] = lambda source, metadata: _rewritten(plain(source, metadata))
 
+    if not knobs.cache.dir.endswith(key):
+        knobs.cache.dir = f"{Path(knobs.cache.dir)}-{key}"  # 3.6 has no part of a hook in its keys
     knobs.runtime.add_stages_inspection_hook = hook
-    knobs.cache.dir = f"{knobs.cache.dir}-{key}"  # 3.6 has no part of a hook in its keys
 
 
 def _rewritten(ptx: str) -> str:

@@ -96,7 +96,9 @@ def test_a_kernel_that_cannot_run_here_is_refused_in_a_line(capsys):
 
 
 @pytest.mark.parametrize("arguments, word", [
-    (["--device", "cpu", "--probe", "ordered"], "hopper"), (["--device", "cpu", "--kernel", "cpu", "--for-racecheck"], "--device cuda"),
+    (["--device", "cpu", "--probe", "ordered"], "hopper"),
+    (["--device", "cpu", "--kernel", "cpu", "--for-racecheck"], "--device cuda"),
+    pytest.param(["--kernel", "reference"], "no GPU", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")),
     (["--device", "cpu", "--kernel", "cpu", "--head-dims", "64,"], "--head-dims 64,"), (["--head-dims", "0"], "--head-dims 0"),
     (["--device", "cpu", "--probe", "late"], "late"),
 ])

@@ -1,4 +1,4 @@
-"""Claims about what sanitizers watch (the script itself: test_prove.py): PTX rewritten for racecheck is the same kernel with more arrivals."""
+"""Claims about what sanitizers watch (the script itself: test_prove.py): rewritten PTX is the same kernel, with more arrivals."""
 import re
 
 import pytest
@@ -104,12 +104,21 @@ def test_a_barrier_whose_number_is_in_a_register_may_be_any():
     # between the barrier and the arrival: an access that the others' arrivals would order too; a smaller barrier
     ("bar.sync \t0, 128;", "bar.sync \t0, 128;\n\tst.shared.b32 \t[%r3], 1;", "an arrival of None threads"),
     ("bar.sync \t0, 128;", "bar.sync \t0, 128;\n\t@%p1 ld.shared.v4.b32 \t{%r3}, [%r4];", "an arrival of None threads"),
+    ("bar.sync \t0, 128;", "bar.sync \t0, 128;\n\t@%p1 st.shared.b32 [%r3], 1; add.s32 %r3, %r3, 1;", "an arrival of None"),
+    ("bar.sync \t0, 128;", "bar.sync \t0, 128;\n\tld.b32 \t%r3, [%rd4];", "an arrival of None threads"),
+    ("bar.sync \t0, 128;", "bar.sync \t0, 128;\n\tcp.async.bulk.commit_group;", "an arrival of None threads"),
+    ("bar.sync \t0, 128;", "bar.sync \t0, 128;\nagain:", "an arrival of None threads"),
     ("bar.sync \t0, 128;", "bar.sync \t0, 128;\n\tbar.warp.sync \t-1;", "an arrival of 0 threads"),
+    ("bar.warp.sync \t-1;", "@%p3 bar.warp.sync \t-1;", "an arrival of None threads"),
+    ("bar.warp.sync \t-1;", "bar.warp.sync \t1;", "an arrival of None threads"),
+    ("init.shared::cta.b64 [%r1], 3;", "init.shared::cta.b64 [%r1], %r4;", "of which 0 are initialised"),
     # not the group's first thread, or not known to be
     ("and.b32 \t%r8, %r9, 127;", "and.b32 \t%r8, %r9, 31;", "by who knows which"),
     ("setp.eq.b32 \t%p1, %r8, 0;", "and.pred \t%p1, %p3, %p4;", "by who knows which"),
     ("setp.eq.b32 \t%p1, %r8, 0;", "setp.eq.b32 \t%p1, %r8, 0;\n\tsetp.eq.b32 \t%p1, %r6, 0;", "by who knows which"),
     ("mov.u32 \t%r9, %tid.x;", "mov.u32 \t%r9, %tid.y;", "by who knows which"),
+    ("$L__BB0_1:", "$L__BB0_1:\n\t@%p3 setp.eq.b32 \t%p1, %r6, 0;", "by who knows which"),
+    ("$L__BB0_1:", "$L__BB0_1:\n\tld.global.v2.b32 \t{%r6, %r8}, [%rd1];", "by who knows which"),
     ("bar.sync \t0, 128;", "bar.sync \t0, 96;", "an arrival of 96 threads"),
     ("_, [%r1];", "_, [%r1], 2;", "of a known form"),
     ("barrier.sync \t1;", "barrier.sync \t1, 256;", "a barrier of an unknown form"),
