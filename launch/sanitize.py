@@ -35,6 +35,7 @@ from ringflash.tests.support.triton_cases import BOUNDS
 
 ALLOWED = 3e-2  # of the largest element: a smoke test, the budgets are check.py's
 DTYPES = (torch.bfloat16, torch.float16)
+PROBES = ("ordered", "reader-early", "writer-early")  # who does not wait for the other: the last two are races
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--head-dims", default="64,128,256")
     parser.add_argument("--for-racecheck", action="store_true")
-    parser.add_argument("--probe", choices=("ordered", "reader-early", "writer-early"))
+    parser.add_argument("--probe", choices=PROBES)
     options = parser.parse_args(argv)
     device = torch.device(options.device)
     try:
